@@ -1,0 +1,61 @@
+"""specstate: the recurrent state of Kimi Delta Attention layers under speculative decoding.
+
+Configs, plans and presets are imported at once. Whatever needs torch is imported when it is first used, and Triton
+only by the kernels that run, so that importing the package touches no device.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from specstate import presets
+from specstate.config import KDALayerSpec, StateConfig
+from specstate.errors import CapacityError, SpecStateError, StaleHandleError, StepOrderError
+from specstate.layout import BytePlan, plan_bytes
+
+if TYPE_CHECKING:
+    from specstate.manager import StateManager
+    from specstate.metadata import Handle, StepMetadata
+    from specstate.params import LayerParams
+    from specstate.sampling import SamplingParams
+    from specstate.trace import TraceRecorder
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BytePlan",
+    "CapacityError",
+    "Handle",
+    "KDALayerSpec",
+    "LayerParams",
+    "SamplingParams",
+    "SpecStateError",
+    "StaleHandleError",
+    "StateConfig",
+    "StateManager",
+    "StepMetadata",
+    "StepOrderError",
+    "TraceRecorder",
+    "plan_bytes",
+    "presets",
+]
+
+_LAZY = {
+    "Handle": "specstate.metadata",
+    "LayerParams": "specstate.params",
+    "SamplingParams": "specstate.sampling",
+    "StateManager": "specstate.manager",
+    "StepMetadata": "specstate.metadata",
+    "TraceRecorder": "specstate.trace",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'specstate' has no attribute {name!r}")
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,140 @@
+"""What a manager asks of a backend. The lifecycle lives in the manager and its steps; a backend only moves data.
+
+Two kinds: ``TensorBackend`` holds payloads and runs kernels on a device, ``MetadataBackend`` holds lengths alone.
+Everything here happens in call order (on a GPU: in stream order), and nothing waits for the device unless it says so.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from specstate.batch import Batch
+
+
+class LayerState(NamedTuple):
+    """A request's committed state in one layer."""
+
+    recurrent: torch.Tensor
+    """[H, V, K] in the compute dtype (float32, or float64 with float64 checkpoints)."""
+    conv: torch.Tensor | None
+    """[C, W-1] in the activation dtype, oldest input first; None when the model convolves itself."""
+
+
+class Cursor(NamedTuple):
+    """Where a record slot stands; reading it waits for the device."""
+
+    checkpoint_len: int
+    pending_len: int
+    generation: int
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCounters:
+    """Events that only the device sees."""
+
+    clamps: int
+    """Accepted counts outside [min_accepted, query_len] that were clamped."""
+    dropped_ends: int
+    """Row ends that met a slot of another generation."""
+    wasted_windows: int
+    """Windows verified for a request that had already finished."""
+
+
+class Rows(Protocol):
+    """A step's own copy of its rows, as the backend keeps it."""
+
+    @property
+    def query_start_loc(self) -> torch.Tensor: ...
+    @property
+    def positions(self) -> torch.Tensor: ...
+    @property
+    def committed_lens(self) -> torch.Tensor: ...
+    @property
+    def checkpoint_slots(self) -> torch.Tensor: ...
+    @property
+    def record_slots(self) -> torch.Tensor: ...
+
+
+class Backend(Protocol):
+    """See the module's docstring. ``rows`` is what ``begin`` returned; ``where`` names the step in messages."""
+
+    path: str
+    allocated_bytes: int
+
+    def admit(self, checkpoint_slot: int, record_row: int, generation: int, end_tokens: tuple[int, ...]) -> None:
+        """Zero state at position 0."""
+        ...
+
+    def load(self, checkpoint_slot: int, record_row: int, states: Any, committed_len: int) -> None:
+        """Copies ``states`` (None: the slot was written in place) and stands at ``committed_len``, nothing pending."""
+        ...
+
+    def release(self, record_row: int) -> None:
+        """The record slot is nobody's."""
+        ...
+
+    def begin(self, batch: Batch) -> Any:
+        """Builds the step's rows from the batch and the cursors."""
+        ...
+
+    def refresh(self, rows: Any) -> None:
+        """Reads the cursors into the rows again, after a flush before the first verify."""
+        ...
+
+    def null_row(self, rows: Any, row: int) -> None:
+        """The row owns nothing from here on."""
+        ...
+
+    def verify(self, rows: Any, layer: int, inputs: tuple[Any, Any, Any], out: Any, where: str) -> Any:
+        """One layer of a window: qkv, raw_gate and raw_beta. Raises SpecStateError before changing anything."""
+        ...
+
+    def write_records(self, rows: Any, layer: int, records: tuple[Any, Any, Any, Any], where: str) -> None:
+        """The caller's own u, key, gate and conv_input. Raises SpecStateError before changing anything."""
+        ...
+
+    def sample(self, rows: Any, target_logits: Any, draft_tokens: Any, where: str) -> tuple[Any, Any, Any, Any]:
+        """num_accepted, tokens, next_token and finished, in row order."""
+        ...
+
+    def check_counts(self, name: str, values: Any, least_len: int, where: str) -> Any:
+        """Caller-made counts with at least ``least_len`` entries, in the backend's own form; else SpecStateError."""
+        ...
+
+    def check_mask(self, name: str, values: Any, least_len: int, where: str) -> Any:
+        """The same for a caller-made mask of bools."""
+        ...
+
+    def by_row(self, rows: Any, values: Any) -> Any:
+        """Caller-made counts or mask, entry batch_index[i] for row i."""
+        ...
+
+    def end(self, rows: Any, counts: Any, fold: Any, finished: Any) -> None:
+        """Accepts counts, advances the cursors, folds what is due. ``fold``: True, or a mask of rows, or None."""
+        ...
+
+    def cancel(self, rows: Any, unverified: list[int]) -> None:
+        """Completes what verify folded in the layers that did not verify, and moves the cursors past it."""
+        ...
+
+    def flush(self, rows: Any) -> None:
+        """Folds all that is pending in ``rows``."""
+        ...
+
+    def cursor(self, record_row: int) -> Cursor:
+        """Waits for the device."""
+        ...
+
+    def read(self, checkpoint_slot: int, record_row: int, layer: int, folded_by_verify: bool) -> LayerState:
+        """Waits for the device."""
+        ...
+
+    def counters(self) -> DeviceCounters:
+        """Waits for the device."""
+        ...
+
+    def check_integrity(self, owners: dict[int, tuple[int, bool]]) -> None:
+        """Payload rules; ``owners``: checkpoint slot and whether verify folded already, by record row. Waits."""
+        ...

@@ -1,0 +1,107 @@
+"""From a step's metadata to the columns that a backend gets: which rows own what, padded to the device's size."""
+
+from typing import NamedTuple
+
+from specstate.config import StateConfig
+from specstate.errors import SpecStateError, StepOrderError
+from specstate.kernels import rows as at
+from specstate.metadata import StepMetadata
+from specstate.requests import Request, RequestTable
+
+_ROW_KINDS = {"decode": at.DECODE, "prompt": at.PROMPT, "dummy": at.DUMMY}
+
+
+class Batch(NamedTuple):
+    """The host's columns of a step, padded rows included. Dummy and padded rows: checkpoint slot 0, record row -1."""
+
+    checkpoint_slots: list[int]
+    record_rows: list[int]
+    query_lens: list[int]
+    generations: list[int]
+    min_accepted: list[int]
+    batch_index: list[int]
+    row_kinds: list[int]
+    num_tokens: int
+    """Padding included."""
+
+
+def find_requests(metadata: StepMetadata, table: RequestTable, config: StateConfig, where: str) -> list[Request | None]:
+    """The live request of every row, None for dummy rows. Raises whatever refuses the step, see ``begin_step``."""
+    num_live = sum(handle is not None for handle in metadata.handles)
+    if num_live > config.max_requests:
+        raise SpecStateError(f"handles has {num_live} live rows, max_requests = {config.max_requests}{where}")
+    requests: list[Request | None] = []
+    row_of: dict[str, int] = {}
+    for row, (handle, query_len) in enumerate(zip(metadata.handles, metadata.query_lens, strict=True)):
+        if query_len > config.max_query_len:
+            raise SpecStateError(
+                f"query_lens[{row}] = {query_len} exceeds max_query_len = {config.max_query_len}{where}"
+            )
+        if handle is None:
+            requests.append(None)
+            continue
+        request = table.of(handle, f"handles[{row}]", where)
+        name = f"handles[{row}]: request {handle.request_id!r}"
+        if row_of.setdefault(handle.request_id, row) != row:
+            raise SpecStateError(f"{name} is also row {row_of[handle.request_id]}{where}")
+        if request.open_step is not None:
+            raise StepOrderError(f"{name} is in step {request.open_step.index}, still open{where}")
+        requests.append(request)
+    return requests
+
+
+def padded_shape(metadata: StepMetadata, pad_to: object, where: str) -> tuple[int, int]:
+    """(rows, tokens) that the device sees. Raises SpecStateError when ``pad_to`` is malformed or too small."""
+    shape = len(metadata.handles), sum(metadata.query_lens)
+    if pad_to is None:
+        return shape
+    padded = pad_to if isinstance(pad_to, tuple) else (pad_to, shape[1])
+    if len(padded) != 2 or any(type(size) is not int for size in padded):
+        raise SpecStateError(f"pad_to = {pad_to!r} must be rows or (rows, tokens){where}")
+    for name, size, least in zip(("rows", "tokens"), padded, shape, strict=True):
+        if size < least:
+            raise SpecStateError(f"pad_to {name} = {size} is less than the step's {least}{where}")
+    return padded
+
+
+def step_batch(metadata: StepMetadata, requests: list[Request | None], shape: tuple[int, int]) -> Batch:
+    """The columns of a step. Dummy and padded rows own nothing, and no caller-made entry is read for them."""
+    query_lens = metadata.query_lens
+    kinds = metadata.row_kinds or ("decode",) * len(query_lens)
+    least = least_accepted(metadata)
+    entries = metadata.batch_index or range(len(query_lens))
+    zeros = [0] * (shape[0] - len(requests))
+    return Batch(
+        checkpoint_slots=[0 if r is None else r.checkpoint_slot for r in requests] + zeros,
+        record_rows=[-1 if r is None else r.handle.record_slot for r in requests] + [-1] * len(zeros),
+        query_lens=[*query_lens, *zeros],
+        generations=[0 if r is None else r.handle.generation for r in requests] + zeros,
+        min_accepted=[0 if r is None else n for r, n in zip(requests, least, strict=True)] + zeros,
+        batch_index=[0 if r is None else entry for r, entry in zip(requests, entries, strict=True)] + zeros,
+        row_kinds=[_ROW_KINDS[kind] for kind in kinds] + [at.DUMMY] * len(zeros),
+        num_tokens=shape[1],
+    )
+
+
+def least_accepted(metadata: StepMetadata) -> tuple[int, ...]:
+    """The least accepted count of every row: what the metadata says, else 1, else all of a prompt row."""
+    if metadata.min_accepted is not None:
+        return metadata.min_accepted
+    if metadata.row_kinds is None:
+        return (1,) * len(metadata.query_lens)
+    return tuple(n if kind == "prompt" else 1 for kind, n in zip(metadata.row_kinds, metadata.query_lens, strict=True))
+
+
+def flush_batch(requests: list[Request]) -> Batch:
+    """Rows without tokens, for a flush outside of any step."""
+    zeros = [0] * len(requests)
+    return Batch(
+        checkpoint_slots=[request.checkpoint_slot for request in requests],
+        record_rows=[request.handle.record_slot for request in requests],
+        query_lens=zeros,
+        generations=[request.handle.generation for request in requests],
+        min_accepted=zeros,
+        batch_index=zeros,
+        row_kinds=[at.DUMMY] * len(requests),
+        num_tokens=0,
+    )

@@ -1,0 +1,21 @@
+"""The errors that specstate raises.
+
+Every one is a ``ValueError`` too, so that a caller who only guards against bad values needs no import. A message
+names the field, its value, the limit and, inside a step, the step.
+"""
+
+
+class SpecStateError(ValueError):
+    """A bad value or a broken rule. Whatever was called has changed nothing."""
+
+
+class CapacityError(SpecStateError):
+    """No free slot, or more memory than the limit allows."""
+
+
+class StaleHandleError(SpecStateError):
+    """The handle's request is unknown, was released, or lives on under another generation."""
+
+
+class StepOrderError(SpecStateError):
+    """The call is right, its moment is not: a layer verified twice, a step ended twice, a flush between verifies."""

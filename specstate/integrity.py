@@ -1,0 +1,46 @@
+"""The rules of ownership as checks: slots, owners, cursors, payloads. They read the device and wait for it."""
+
+from collections.abc import Iterable
+
+from specstate.backends import Backend
+from specstate.config import StateConfig
+from specstate.errors import SpecStateError
+from specstate.requests import Request
+from specstate.slots import SlotPool
+
+
+def check_slots(record_slots: SlotPool, checkpoint_slots: SlotPool, requests: Iterable[Request]) -> None:
+    """Slots are conserved, and taken exactly by the live requests. Raises SpecStateError with both sides."""
+    owned = [(request.handle.record_slot, request.checkpoint_slot) for request in requests]
+    for pool, slots in ((record_slots, [pair[0] for pair in owned]), (checkpoint_slots, [pair[1] for pair in owned])):
+        pool.check_integrity()
+        if sorted(slots) != sorted(pool.taken):
+            raise SpecStateError(f"{pool.name}s owned are {sorted(slots)}, taken are {sorted(pool.taken)}")
+
+
+def check_cursors(config: StateConfig, backend: Backend, requests: Iterable[Request]) -> None:
+    """Each cursor is its owner's and within bounds; the cursor of a free record slot is clean."""
+    free = set(range(config.max_requests))
+    for request in requests:
+        handle, cursor = request.handle, backend.cursor(request.handle.record_slot)
+        free.discard(handle.record_slot)
+        if cursor.generation != handle.generation:
+            raise SpecStateError(
+                f"record slot {handle.record_slot} is of generation {cursor.generation}, its owner is {handle}"
+            )
+        if not 0 <= cursor.pending_len <= config.record_capacity:
+            raise SpecStateError(f"{handle}: pending_len = {cursor.pending_len} is outside 0..{config.record_capacity}")
+        if cursor.checkpoint_len < 0:
+            raise SpecStateError(f"{handle}: checkpoint_len = {cursor.checkpoint_len} is negative")
+        if cursor.pending_len and not request.may_be_pending:
+            raise SpecStateError(f"{handle}: {cursor.pending_len} records are pending, the host knows of none")
+    for slot in free:
+        if any(backend.cursor(slot)):
+            raise SpecStateError(f"record slot {slot} is free but its cursor is {backend.cursor(slot)}")
+
+
+def check_payloads(backend: Backend, requests: Iterable[Request]) -> None:
+    """The backend's own rules: bytes, null slot, scratch row, conv histories."""
+    # Between the verifies of a step the layers stand at different positions.
+    settled = [r for r in requests if r.open_step is None or not r.open_step.between_verifies]
+    backend.check_integrity({r.handle.record_slot: (r.checkpoint_slot, r.folded_by_verify) for r in settled})

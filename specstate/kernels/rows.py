@@ -1,0 +1,51 @@
+"""The two int32 tables that host and kernels share: a step's row records, and the cursors of the record slots.
+
+Both hold lengths and slots, never addresses. A row record is a step's own copy, one line a row, so a step can be
+ended late whatever happened to the batch meanwhile. A cursor belongs to a record slot and to one writer: the cursor
+kernel (``advance`` in the reference).
+
+Positions are the ring cursors. The record of the token at position p lies in ring entry p mod R, its conv input in
+ring entry (p + W - 1) mod (W - 1 + T). So a ring has no start of its own that could drift from the lengths, and a
+window that is verified again after a cancel overwrites exactly what it wrote before.
+
+        checkpoint_len            committed_len                committed_len + query_len
+    ---------|--- pending_len records --|------- the window's records ------|
+"""
+
+# Columns of a row record, int32 [rows, ROW_COLUMNS]. The first STAGED_COLUMNS come from the host in one copy, the
+# others are read from the cursors by `refresh`.
+CHECKPOINT_SLOT = 0  # 0: the null slot
+RECORD_ROW = 1  # -1: the scratch row
+FIRST_TOKEN = 2  # offset of the window in the flat token dimension
+QUERY_LEN = 3
+GENERATION = 4  # of the request that the row was made for
+MIN_ACCEPTED = 5
+BATCH_INDEX = 6  # entry of caller-made counts and masks
+ROW_KIND = 7
+STAGED_COLUMNS = 8
+CHECKPOINT_LEN = 8
+PENDING_LEN = 9
+FOLD_LEN = 10  # pending records that this step's verify folds: 0, or all of them
+ROW_COLUMNS = 11
+
+# Values of ROW_KIND.
+DECODE, PROMPT, DUMMY = 0, 1, 2
+
+# Columns of the cursor table, int32 [record rows, 4].
+CURSOR_CHECKPOINT_LEN = 0
+CURSOR_PENDING_LEN = 1
+CURSOR_GENERATION = 2  # of the owner; 0: nobody's
+CURSOR_FINISHED = 3  # 1 once an end token was committed
+
+# Entries of the device counters, int64 [4].
+COUNT_CLAMPS = 0  # accepted counts that lay outside [min_accepted, query_len]
+COUNT_DROPPED = 1  # row ends that met another generation
+COUNT_WASTED = 2  # windows verified after their request had finished
+
+# Columns of a fold plan, int32 [rows, PLAN_COLUMNS]: what the cursor kernel hands to the fold.
+PLAN_SOURCE = 0  # checkpoint slot that is read
+PLAN_DESTINATION = 1  # checkpoint slot that is written; may be the source
+PLAN_RECORD_ROW = 2
+PLAN_CHECKPOINT_LEN = 3  # position of the source
+PLAN_COUNT = 4  # records to fold; 0: the row is left alone
+PLAN_COLUMNS = 5

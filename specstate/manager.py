@@ -1,0 +1,362 @@
+"""The state manager: who owns which slot, which steps are open, and the order in which things may happen.
+
+Data flows one way: metadata -> rows -> kernels -> cursors. The manager decides on the host and never waits for the
+device, save where a method says so.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from specstate.backends import Backend, DeviceCounters, LayerState
+from specstate.backends.metadata import MetadataBackend
+from specstate.backends.tensors import TensorBackend
+from specstate.batch import find_requests, flush_batch, padded_shape, step_batch
+from specstate.config import StateConfig
+from specstate.errors import CapacityError, SpecStateError, StepOrderError
+from specstate.integrity import check_cursors, check_payloads, check_slots
+from specstate.layout import BytePlan, plan_bytes
+from specstate.metadata import Handle, StepMetadata
+from specstate.params import LayerParams, check_params
+from specstate.requests import Request, RequestTable
+from specstate.sampling import SamplingParams
+from specstate.slots import SlotPool
+from specstate.step import Step, StepHost
+from specstate.storage import Storage
+
+if TYPE_CHECKING:
+    from specstate.trace import TraceRecorder
+
+#: Positions are int32 on the device; what remains above it is room for windows.
+MAX_COMMITTED_LEN = 2**31 - 1 - 2**16
+
+
+class StateManager:
+    """Owns the recurrent and conv state of many requests in many KDA layers.
+
+    params: one LayerParams a layer, on ``device`` (backend "metadata": None). backend: "reference" (torch, any device)
+    or "metadata" (no payloads). storage: None, or one (recurrent [slots, H, V, K], conv [slots, C, W-1]) pair of views
+    a layer, slots = num_checkpoints + 1 with slot 0 the null slot, whose memory stays the caller's. recorder: writes
+    every transition to a step trace. debug: checks every rule of ownership at every step and refuses what would
+    otherwise be clamped; it waits for the device.
+
+    Raises SpecStateError when config, params, storage and backend do not go together. Every method that raises leaves
+    the manager as it was. A manager is used by one thread; everything launches on the current stream.
+    """
+
+    def __init__(
+        self,
+        config: StateConfig,
+        params: Sequence[LayerParams] | None,
+        device: torch.device | str = "cpu",
+        backend: Literal["reference", "metadata"] = "reference",
+        storage: Any = None,
+        recorder: "TraceRecorder | None" = None,
+        debug: bool = False,
+    ) -> None:
+        if not isinstance(config, StateConfig):
+            raise SpecStateError(f"config must be a StateConfig, not {type(config).__name__}")
+        self.config = config
+        self.device = _device(device)
+        self._backend = self._build_backend(backend, params, storage, debug)
+        self._recorder = recorder
+        self._debug = debug
+        self._requests = RequestTable()
+        self._record_slots = SlotPool("record slot", 0, config.max_requests)
+        self._checkpoint_slots = SlotPool("checkpoint slot", 1, config.num_checkpoints)
+        self._generation = 0
+        self._next_step = 0
+        self._dropped_ends = 0
+        if recorder is not None:
+            recorder.start(config)
+
+    # -- capacity
+
+    @property
+    def plan(self) -> BytePlan:
+        """What the config costs."""
+        return plan_bytes(self.config)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of every tensor that this manager allocated: ``plan.total_bytes`` when the storage is its own."""
+        return self._backend.allocated_bytes
+
+    @property
+    def num_requests(self) -> int:
+        """Live requests."""
+        return len(self._requests)
+
+    def can_admit(self, n: int = 1) -> bool:
+        """Whether ``n`` more requests find a record slot and a checkpoint slot. Raises SpecStateError for a bad n."""
+        if type(n) is not int or n < 0:
+            raise SpecStateError(f"n = {n!r} must be a number of requests, 0 or more")
+        return n <= min(self._record_slots.num_free, self._checkpoint_slots.num_free)
+
+    # -- a request's life
+
+    def admit(self, request_id: str, sampling: SamplingParams | None = None) -> Handle:
+        """A request with zero state at position 0.
+
+        Raises CapacityError without a free slot, SpecStateError when the id is live already or the sampling is not
+        built.
+        """
+        if not isinstance(request_id, str) or not request_id:
+            raise SpecStateError(f"request_id must be a string with at least one character, got {request_id!r}")
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise SpecStateError(
+                f"sampling must be SamplingParams, not {type(sampling).__name__} (request {request_id!r})"
+            )
+        if sampling.temperature != 0.0:
+            raise SpecStateError(
+                f"sampling.temperature = {sampling.temperature} is not built, greedy (0.0) is (request {request_id!r})"
+            )
+        if request_id in self._requests:
+            raise SpecStateError(f"request_id {request_id!r} is live already")
+        if not self.can_admit():
+            raise CapacityError(
+                f"no slot for request {request_id!r}: free are {self._record_slots.num_free} of max_requests = "
+                f"{self.config.max_requests} record slots and {self._checkpoint_slots.num_free} of num_checkpoints = "
+                f"{self.config.num_checkpoints} checkpoint slots"
+            )
+        handle = Handle(request_id, self._record_slots.allocate(), self._generation + 1)
+        request = Request(handle, self._checkpoint_slots.allocate())
+        try:
+            self._backend.admit(request.checkpoint_slot, handle.record_slot, handle.generation, sampling.end_token_ids)
+        except BaseException:  # the device's own, such as running out of memory
+            self._record_slots.free(handle.record_slot)
+            self._checkpoint_slots.free(request.checkpoint_slot)
+            raise
+        self._generation = handle.generation
+        self._requests.add(request)
+        self._record(
+            "admit", handle=handle, checkpoint_slot=request.checkpoint_slot, sampling=sampling.model_dump(mode="json")
+        )
+        return handle
+
+    def load(self, handle: Handle, states: Any, committed_len: int) -> None:
+        """Puts a request at ``committed_len`` with a state made elsewhere (a prefill); what it had before is gone.
+
+        states: one (recurrent [H, V, K] in the checkpoint dtype, conv [C, W-1] in the activation dtype, oldest input
+        first) pair a layer, copied; or None when the request's checkpoint slot has been written in place (see
+        ``checkpoints``). Raises StaleHandleError, StepOrderError while the request has an open step, SpecStateError
+        for a wrong shape, dtype, device or length.
+        """
+        request = self._requests.of(handle)
+        self._refuse_open_step("load", request)
+        if type(committed_len) is not int or not 0 <= committed_len <= MAX_COMMITTED_LEN:
+            raise SpecStateError(
+                f"committed_len = {committed_len!r} is outside 0..{MAX_COMMITTED_LEN} (request {handle.request_id!r})"
+            )
+        self._backend.load(request.checkpoint_slot, handle.record_slot, states, committed_len)
+        request.may_be_pending = False
+        self._record("load", handle=handle, committed_len=committed_len, in_place=states is None)
+
+    def release(self, handle: Handle) -> None:
+        """Ends a request and frees its slots. An open step goes on without it; its late end is dropped and counted."""
+        request = self._requests.of(handle)
+        if request.open_step is not None:
+            request.open_step.null_request(request)
+        self._backend.release(handle.record_slot)
+        self._requests.remove(request)
+        self._record_slots.free(handle.record_slot)
+        self._checkpoint_slots.free(request.checkpoint_slot)
+        self._record("release", handle=handle)
+
+    # -- steps
+
+    def begin_step(self, metadata: StepMetadata, pad_to: int | tuple[int, int] | None = None) -> Step:
+        """Opens a step over the rows of ``metadata``: one copy to the device, no wait.
+
+        pad_to: rows, or (rows, tokens), that the device sees; padded rows have query_len 0, padded tokens belong to no
+        row. Raises StaleHandleError, StepOrderError for a request whose last step is still open, SpecStateError for
+        more live rows than max_requests, a handle given twice, a query_len above max_query_len or a pad_to that is too
+        small; each names field, value, limit and step.
+        """
+        index, where = self._next_step, f" (step {self._next_step})"
+        if not isinstance(metadata, StepMetadata):
+            raise SpecStateError(f"metadata must be StepMetadata, not {type(metadata).__name__}{where}")
+        requests = find_requests(metadata, self._requests, self.config, where)
+        shape = padded_shape(metadata, pad_to, where)
+        rows = self._backend.begin(step_batch(metadata, requests, shape))
+        self._next_step = index + 1
+        host = StepHost(self.config, self._backend, self._recorder, self, self._debug)
+        step = Step(index, metadata, requests, shape, rows, host)
+        self._record("begin_step", step=index, metadata=metadata, pad_to=None if pad_to is None else shape)
+        if self._debug:
+            self.check_integrity()
+        return step
+
+    def flush(self, handles: Sequence[Handle] | None = None) -> None:
+        """Folds everything pending of ``handles``, or of all requests; afterwards checkpoints are the committed states.
+
+        Raises StaleHandleError, and StepOrderError when an open step of one of them stands between its first and its
+        last layer's verify.
+        """
+        if handles is None:
+            requests = list(self._requests)
+        else:
+            requests = self._requests.all_of(handles)
+            if len({id(request) for request in requests}) != len(requests):
+                raise SpecStateError("handles names a request twice")
+        for request in requests:
+            self._refuse_between_verifies("flush", request)
+        # What a verify has folded already is not folded again: the cursors learn of it when that step ends.
+        due = [request for request in requests if request.may_be_pending and not request.folded_by_verify]
+        if due:
+            self._backend.flush(self._backend.begin(flush_batch(due)))
+            # A step that has verified needs its rows no more than for its end, which reads the cursors.
+            for step in {id(r.open_step): r.open_step for r in due if r.open_step is not None}.values():
+                if not step.num_verified:
+                    step.refresh()
+            for request in due:
+                request.may_be_pending = False
+        self._record("flush", handles=None if handles is None else tuple(handles))
+
+    # -- looking at states
+
+    def read(self, handle: Handle, layer: int) -> LayerState:
+        """The committed state of a request in one layer, pending records included; waits for the device.
+
+        Raises StaleHandleError, StepOrderError between the verifies of an open step, SpecStateError for a wrong layer
+        and on backend "metadata".
+        """
+        request = self._requests.of(handle)
+        self._check_layer(layer)
+        self._refuse_between_verifies("read", request)
+        state = self._backend.read(request.checkpoint_slot, handle.record_slot, layer, request.folded_by_verify)
+        self._record("read", handle=handle, layer=layer)
+        return state
+
+    def committed_len(self, handle: Handle) -> int:
+        """Tokens committed so far; waits for the device. Raises StaleHandleError."""
+        request = self._requests.of(handle)
+        cursor = self._backend.cursor(request.handle.record_slot)
+        return cursor.checkpoint_len + cursor.pending_len
+
+    def checkpoints(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The storage of one layer itself: recurrent [slots, H, V, K] and conv [slots, C, W-1] (None without a conv).
+
+        A prefill kernel may write a request's slot in place, followed by ``load(handle, None, committed_len=n)``.
+        Raises SpecStateError for a wrong layer and on backend "metadata".
+        """
+        self._check_layer(layer)
+        if not isinstance(self._backend, TensorBackend):
+            raise SpecStateError("checkpoints needs payloads, which backend 'metadata' does not hold")
+        views = self._backend.storage.layers[layer]
+        return views.recurrent, views.conv
+
+    def checkpoint_slots(self, handles: Sequence[Handle]) -> torch.Tensor:
+        """[n] int32 on the device: where the requests' checkpoints lie now. Raises StaleHandleError."""
+        slots = [request.checkpoint_slot for request in self._requests.all_of(handles)]
+        return torch.tensor(slots, dtype=torch.int32).to(self.device)
+
+    def counters(self) -> DeviceCounters:
+        """Clamps, dropped ends and wasted windows since the manager was built; waits for the device."""
+        device = self._backend.counters()
+        return dataclasses.replace(device, dropped_ends=device.dropped_ends + self._dropped_ends)
+
+    def digest(self) -> str:
+        """A short hash of who owns what and where each request stands (never of payloads); waits for the device.
+
+        Managers that went through the same transitions have the same digest, whatever their backend or layer shape.
+        """
+        lines = []
+        for request in sorted(self._requests, key=lambda request: request.handle.request_id):
+            cursor = self._backend.cursor(request.handle.record_slot)
+            pending = 0 if request.folded_by_verify else cursor.pending_len
+            committed = cursor.checkpoint_len + cursor.pending_len
+            lines.append([*dataclasses.astuple(request.handle), request.checkpoint_slot, committed, pending])
+        value = hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
+        self._record("digest", value=value)
+        return value
+
+    # -- care
+
+    def set_params(self, params: Sequence[LayerParams]) -> None:
+        """New parameters from the next step on.
+
+        Raises StepOrderError while a step is open or a record may be pending (it would be folded with another gate):
+        ``flush`` first. Raises SpecStateError when they do not fit the config, or on backend "metadata".
+        """
+        if not isinstance(self._backend, TensorBackend):
+            raise SpecStateError("set_params needs payloads, which backend 'metadata' does not hold")
+        for request in self._requests:
+            self._refuse_open_step("set_params", request)
+            if request.may_be_pending:
+                raise StepOrderError(
+                    f"set_params: request {request.handle.request_id!r} may have pending records; flush first"
+                )
+        self._backend.params = check_params(params, self.config, self.device)
+        self._record("set_params")
+
+    def check_integrity(self) -> None:
+        """Checks every rule of ownership; waits for the device. Raises SpecStateError with both sides of a breach."""
+        check_slots(self._record_slots, self._checkpoint_slots, self._requests)
+        check_cursors(self.config, self._backend, self._requests)
+        check_payloads(self._backend, self._requests)
+
+    def count_dropped_ends(self, rows: int) -> None:
+        """A step ended after ``rows`` of its requests had been released; called by the step."""
+        self._dropped_ends += rows
+
+    # -- inside
+
+    def _build_backend(self, backend: object, params: object, storage: object, debug: bool) -> Backend:
+        pinned = self.config.path
+        if backend not in ("reference", "metadata"):
+            raise SpecStateError(f"backend = {backend!r} is not one of 'reference', 'metadata'")
+        if pinned is not None and pinned != backend:
+            raise SpecStateError(
+                f"config.path = {pinned!r} is no path of backend {backend!r}, which has {backend!r} alone"
+            )
+        if backend == "metadata":
+            if storage is not None:
+                raise SpecStateError("storage must be None on backend 'metadata', which holds no payloads")
+            return MetadataBackend(self.config)
+        checked = check_params(params, self.config, self.device)
+        return TensorBackend(self.config, checked, Storage(self.config, self.device, storage), self.device, debug)
+
+    def _check_layer(self, layer: object) -> None:
+        if type(layer) is not int or not 0 <= layer < self.config.num_layers:
+            raise SpecStateError(f"layer = {layer!r} is outside 0..{self.config.num_layers - 1}")
+
+    def _refuse_open_step(self, verb: str, request: Request) -> None:
+        if request.open_step is not None:
+            raise StepOrderError(
+                f"{verb}: request {request.handle.request_id!r} is in step {request.open_step.index}, still open"
+            )
+
+    def _refuse_between_verifies(self, verb: str, request: Request) -> None:
+        step = request.open_step
+        if step is not None and step.between_verifies:
+            raise StepOrderError(
+                f"{verb}: request {request.handle.request_id!r} is in step {step.index}, {step.num_verified} of whose "
+                f"{self.config.num_layers} layers have verified"
+            )
+
+    def _record(self, kind: str, **fields: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.record(kind, **fields)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise SpecStateError(f"device = {device!r} is not a device: {str(error).splitlines()[0]}") from None
+    if resolved.type == "meta":
+        raise SpecStateError(f"device = {device!r} has no memory; backend 'metadata' needs none and takes device='cpu'")
+    if resolved.type == "cpu":  # tensors never name its index
+        return torch.device("cpu")
+    if resolved.type == "cuda":
+        if not torch.cuda.is_available():
+            raise SpecStateError(f"device = {device!r}: no GPU is available; device='cpu' runs the reference")
+        if resolved.index is None:  # tensors name their index, so the manager does too
+            resolved = torch.device("cuda", torch.cuda.current_device())
+    return resolved

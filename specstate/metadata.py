@@ -1,0 +1,91 @@
+"""What a caller says about a step: which requests, in which row order, with how many tokens each."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+#: Rows are int32 on the device.
+MAX_BATCH_INDEX = 2**31 - 1
+
+RowKind = Literal["decode", "prompt", "dummy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """What ``admit`` returns. It names a request's life: a request admitted again has another generation."""
+
+    request_id: str
+    record_slot: int
+    generation: int
+
+
+class StepMetadata(BaseModel):
+    """The rows of one step, in columns; entry i of every column describes row i.
+
+    Raises pydantic's ``ValidationError`` (a ``ValueError``) that names the column, the row and the limit. What depends
+    on the manager (live handles, ``max_query_len``) is checked by ``begin_step``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    handles: tuple[Handle | None, ...]
+    """None for dummy rows."""
+    query_lens: tuple[Annotated[int, Field(ge=1)], ...]
+    """Tokens of each window, the last sampled token included."""
+    row_kinds: tuple[RowKind, ...] | None = None
+    """By default all "decode". "prompt": every token counts as accepted. "dummy": a row that owns nothing."""
+    min_accepted: tuple[int, ...] | None = None
+    """Least accepted count of each row, 1..query_len; by default 1, for prompt rows query_len. Dummy rows: not read."""
+    batch_index: tuple[int, ...] | None = None
+    """Entry of row i in caller-made counts and masks; unique over live rows, by default i. Dummy rows: not read."""
+
+    @model_validator(mode="after")
+    def _columns_agree(self) -> Self:
+        rows = len(self.handles)
+        for name in ("query_lens", "row_kinds", "min_accepted", "batch_index"):
+            column = getattr(self, name)
+            if column is not None and len(column) != rows:
+                raise ValueError(f"{name} has {len(column)} entries, handles has {rows}")
+        if self.row_kinds is not None or None in self.handles:
+            self._check_kinds()
+        if self.min_accepted is not None:
+            self._check_min_accepted(self.min_accepted)
+        if self.batch_index is not None:
+            self._check_batch_index(self.batch_index)
+        return self
+
+    def _check_kinds(self) -> None:
+        kinds = self.row_kinds or ("decode",) * len(self.handles)
+        for row, (handle, kind) in enumerate(zip(self.handles, kinds, strict=True)):
+            if (handle is None) != (kind == "dummy"):
+                wants = (
+                    "None, since the row is a dummy"
+                    if kind == "dummy"
+                    else f"given, since row_kinds[{row}] is {kind!r}"
+                )
+                raise ValueError(f"handles[{row}] = {handle} must be {wants}")
+
+    def _check_min_accepted(self, min_accepted: tuple[int, ...]) -> None:
+        for row, (least, query_len) in enumerate(zip(min_accepted, self.query_lens, strict=True)):
+            if self.handles[row] is None:
+                continue
+            if not 1 <= least <= query_len:
+                raise ValueError(f"min_accepted[{row}] = {least} is outside 1..query_lens[{row}] = {query_len}")
+            if self.row_kinds is not None and self.row_kinds[row] == "prompt" and least != query_len:
+                raise ValueError(
+                    f"min_accepted[{row}] = {least} must be query_lens[{row}] = {query_len} for a prompt row"
+                )
+
+    def _check_batch_index(self, batch_index: tuple[int, ...]) -> None:
+        taken: dict[int, int] = {}
+        for row, entry in enumerate(batch_index):
+            if self.handles[row] is None:
+                continue
+            if entry < 0:
+                raise ValueError(f"batch_index[{row}] = {entry} is negative")
+            if entry > MAX_BATCH_INDEX:
+                raise ValueError(f"batch_index[{row}] = {entry} is above {MAX_BATCH_INDEX}")
+            if entry in taken:
+                raise ValueError(f"batch_index[{row}] = {entry} is also that of row {taken[entry]}")
+            taken[entry] = row

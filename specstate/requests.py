@@ -1,0 +1,74 @@
+"""A live request: which slots it owns, and what the host knows of its state without asking the device."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from specstate.errors import SpecStateError, StaleHandleError
+from specstate.metadata import Handle
+
+if TYPE_CHECKING:
+    from specstate.step import Step
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One life of a request, from admit to release."""
+
+    handle: Handle
+    checkpoint_slot: int
+    open_step: "Step | None" = field(default=None, repr=False)
+    may_be_pending: bool = False
+    """False only when the device surely holds no pending record."""
+
+    @property
+    def folded_by_verify(self) -> bool:
+        """Its open step has folded what was pending, in all layers; the cursor learns of it when that step ends."""
+        return self.open_step is not None and self.open_step.folded_by_verify
+
+
+class RequestTable:
+    """The live requests by id; turns handles into requests and refuses those of another life."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._by_id.values())
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._by_id
+
+    def add(self, request: Request) -> None:
+        self._by_id[request.handle.request_id] = request
+
+    def remove(self, request: Request) -> None:
+        del self._by_id[request.handle.request_id]
+
+    def all_of(self, handles: object) -> list[Request]:
+        """The live requests of a sequence of handles; raises as ``of``, naming the entry."""
+        if not isinstance(handles, Sequence):
+            raise SpecStateError(f"handles must be a sequence of Handle, not {type(handles).__name__}")
+        return [self.of(handle, f"handles[{i}]") for i, handle in enumerate(handles)]
+
+    def of(self, handle: object, what: str = "handle", where: str = "") -> Request:
+        """The live request of ``handle``.
+
+        Raises SpecStateError when it is no Handle, StaleHandleError when its request is unknown or lives on under
+        another generation. ``what`` and ``where`` name the argument and the step in the message.
+        """
+        if not isinstance(handle, Handle):
+            raise SpecStateError(f"{what} must be a Handle from admit, not {type(handle).__name__}{where}")
+        request = self._by_id.get(handle.request_id)
+        if request is None:
+            raise StaleHandleError(f"{what}: request {handle.request_id!r} is not live{where}")
+        if request.handle != handle:
+            raise StaleHandleError(
+                f"{what}: request {handle.request_id!r} is at generation {request.handle.generation} in record slot "
+                f"{request.handle.record_slot}, the handle is of generation {handle.generation} in record slot "
+                f"{handle.record_slot}{where}"
+            )
+        return request

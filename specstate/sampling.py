@@ -1,0 +1,90 @@
+"""How the next tokens are chosen: a request's sampling parameters, and what a step's ``sample`` returns."""
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from specstate.layout import MAX_END_TOKENS
+
+if TYPE_CHECKING:
+    from specstate.step import Step
+
+
+class SamplingParams(BaseModel):
+    """Given at admit. Raises pydantic's ``ValidationError`` (a ``ValueError``) naming field, value and limit.
+
+    Only greedy sampling (temperature 0) is built: any other temperature is refused by ``admit``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    """0: greedy."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k likeliest tokens; 0 keeps all. Nothing changes under greedy sampling."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Keep the smallest set of likeliest tokens with this probability in all. Nothing changes under greedy sampling."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Of the request's random numbers."""
+    end_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = Field(default=(), max_length=MAX_END_TOKENS)
+    """A request finishes with the first of these that it accepts or samples."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostSample:
+    """A SampleResult's tensors on the host."""
+
+    num_accepted: torch.Tensor
+    tokens: torch.Tensor
+    next_token: torch.Tensor
+    finished: torch.Tensor
+
+
+class HostCopy:
+    """A copy to the host under way; ``ready()`` asks, ``wait()`` waits and returns the HostSample."""
+
+    def __init__(self, sample: HostSample, event: torch.cuda.Event | None) -> None:
+        self._sample, self._event = sample, event
+
+    def ready(self) -> bool:
+        """Whether the copy has arrived; never waits."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> HostSample:
+        """The copy, once it has arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleResult:
+    """Tokens that a step accepted and sampled, in row order, on the device. It belongs to its step.
+
+    Padded and dummy rows: 0 accepted, no tokens. So also a window verified after its request had finished.
+    """
+
+    step: "Step"
+    num_accepted: torch.Tensor
+    """[rows] int32, the window's first token included."""
+    tokens: torch.Tensor
+    """[rows, T] int32: accepted drafts, then the next token, then -1. Prompt rows list the next token alone."""
+    next_token: torch.Tensor
+    """[rows] int32: first token of the next window; -1 for a finished row, whose ``tokens`` end with its end token."""
+    finished: torch.Tensor
+    """[rows] bool."""
+
+    def to_host_async(self) -> HostCopy:
+        """Starts a copy into pinned memory, an event behind it, on the current stream. On a CPU it is there at once."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(HostSample)}
+        if self.num_accepted.device.type == "cpu":
+            return HostCopy(HostSample(**tensors), None)
+        host = {}
+        for name, tensor in tensors.items():
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host[name] = pinned.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return HostCopy(HostSample(**host), event)

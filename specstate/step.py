@@ -1,0 +1,350 @@
+"""One step: a window for each of some requests, from begin_step to the one call that ends it.
+
+    open --verify or write_records, every layer once--> verified --sample, as wished--> commit | defer | cancel
+
+``flush`` comes before the first verify, if at all. ``cancel`` may come at any time before the end.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from specstate.backends import Backend
+from specstate.batch import least_accepted
+from specstate.config import StateConfig
+from specstate.errors import SpecStateError, StepOrderError
+from specstate.metadata import StepMetadata
+from specstate.requests import Request
+from specstate.sampling import SampleResult
+
+if TYPE_CHECKING:
+    from specstate.manager import StateManager
+    from specstate.trace import TraceRecorder
+
+
+class StepHost(NamedTuple):
+    """What a step needs of its manager."""
+
+    config: StateConfig
+    backend: Backend
+    recorder: "TraceRecorder | None"
+    manager: "StateManager"
+    debug: bool
+
+
+class Step:
+    """Made by ``StateManager.begin_step``; see there for errors. Tensors named below lie on the manager's device.
+
+    A step keeps its own copy of its rows: it may be ended late, in any order among other steps, and after some of its
+    requests were released.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        metadata: StepMetadata,
+        requests: list[Request | None],
+        shape: tuple[int, int],
+        rows: Any,
+        host: StepHost,
+    ) -> None:
+        self.index = index
+        """Number of the step in its manager, as in every message about it."""
+        self.metadata = metadata
+        self.num_rows, self.num_tokens = shape
+        """Padding included."""
+        self._host = host
+        self._rows = rows
+        self._requests = requests  # by row; None for dummy rows and, from then on, released requests
+        self._least_len = 1 + max((self._entry(row) for row, r in enumerate(requests) if r is not None), default=-1)
+        self._num_released = 0
+        self._verified = [False] * host.config.num_layers
+        self._num_written = 0
+        self._flushed = False
+        self._sampled: SampleResult | None = None
+        self._ended_by: str | None = None
+        for request in requests:
+            if request is not None:
+                request.open_step = self
+
+    # -- what attention and own kernels read
+
+    @property
+    def path(self) -> str:
+        """Which kernels run."""
+        return self._host.backend.path
+
+    @property
+    def query_start_loc(self) -> torch.Tensor:
+        """[rows + 1] int32: row i's window is tokens query_start_loc[i] .. query_start_loc[i + 1]."""
+        return self._rows.query_start_loc
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[tokens] int32: position of each token in its request; 0 for padding."""
+        return self._rows.positions
+
+    @property
+    def committed_lens(self) -> torch.Tensor:
+        """[rows] int32: tokens that each request had committed when the step began; 0 for rows that own nothing."""
+        return self._rows.committed_lens
+
+    @property
+    def checkpoint_slots(self) -> torch.Tensor:
+        """[rows] int32; 0 for rows that own nothing."""
+        return self._rows.checkpoint_slots
+
+    @property
+    def record_slots(self) -> torch.Tensor:
+        """[rows] int32; -1 for rows that own nothing."""
+        return self._rows.record_slots
+
+    # -- where the step stands, for the host
+
+    @property
+    def num_verified(self) -> int:
+        """Layers that have verified."""
+        return sum(self._verified)
+
+    @property
+    def is_open(self) -> bool:
+        return self._ended_by is None
+
+    @property
+    def between_verifies(self) -> bool:
+        """Some layers have verified, others have not: the layers may stand at different positions."""
+        return 0 < self.num_verified < len(self._verified)
+
+    @property
+    def folded_by_verify(self) -> bool:
+        """All layers have folded what was pending when the step began; the cursors learn of it when the step ends."""
+        return self._host.config.fold_policy == "deferred" and all(self._verified)
+
+    # -- transitions
+
+    def flush(self) -> None:
+        """Folds everything pending of the step's rows, for a verify that reads checkpoints and does not replay.
+
+        Again is a no-op. Raises StepOrderError once a layer has verified.
+        """
+        self._check_open("flush")
+        if self.num_verified:
+            raise StepOrderError(
+                f"flush must come before the first verify, {self.num_verified} layers have verified{self._where}"
+            )
+        if self._flushed:
+            return
+        self._host.backend.flush(self._rows)
+        self._host.backend.refresh(self._rows)
+        self._flushed = True
+        for request in self._live_requests():
+            request.may_be_pending = False
+        self._record("step_flush")
+
+    def verify(
+        self,
+        layer: int,
+        qkv: torch.Tensor | None = None,
+        raw_gate: torch.Tensor | None = None,
+        raw_beta: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Runs one layer over the window of every row, after whatever each request has pending.
+
+        layer: 0 .. num_layers - 1, each once, in any order. qkv [tokens, C] in the activation dtype (before the conv,
+        or after it when conv_kernel_size is None); raw_gate [tokens, H, K] and raw_beta [tokens, H] in the activation
+        dtype or float32 (the gate is rounded to the activation dtype); out [tokens, H, V] in the activation dtype or
+        float32, made when None. Returns out; rows that own nothing and padding read zero. Backend "metadata" takes no
+        tensors and returns None.
+
+        Raises SpecStateError for a wrong layer, shape, dtype or device, StepOrderError for a layer verified twice or a
+        step that has ended; nothing is changed then.
+        """
+        self._check_layer("verify", layer)
+        result = self._host.backend.verify(self._rows, layer, (qkv, raw_gate, raw_beta), out, self._where)
+        self._mark_verified(layer)
+        return result
+
+    def write_records(
+        self, layer: int, u: torch.Tensor, key: torch.Tensor, gate: torch.Tensor, conv_input: torch.Tensor | None = None
+    ) -> None:
+        """In place of ``verify``: the caller's own kernel hands in its records.
+
+        u [tokens, H, V] in the compute dtype; key [tokens, H, K] after conv and SiLU, before normalisation, gate
+        [tokens, H, K] raw, and conv_input [tokens, C] (the qkv before the conv; None without one) in the activation
+        dtype. The kernel read the checkpoints, so nothing may be pending: call ``flush`` first, or StepOrderError.
+        """
+        self._check_layer("write_records", layer)
+        if not self._flushed:
+            for row, request in enumerate(self._requests):
+                if request is not None and request.may_be_pending:
+                    raise StepOrderError(
+                        f"write_records: row {row} (request {request.handle.request_id!r}) may have pending records; "
+                        f"call step.flush() before the first layer{self._where}"
+                    )
+        self._host.backend.write_records(self._rows, layer, (u, key, gate, conv_input), self._where)
+        self._num_written += 1
+        self._mark_verified(layer)
+
+    def replayed(self, what: str) -> None:
+        """Backend "metadata": ``replayed("verify")`` marks all layers as verified in one call.
+
+        Raises SpecStateError for another word, StepOrderError on other backends or when a layer has verified already.
+        """
+        if what != "verify":
+            raise SpecStateError(
+                f"replayed({what!r}) is not known; a step without a capture takes 'verify'{self._where}"
+            )
+        if self._host.backend.path != "metadata":
+            raise StepOrderError(
+                f"replayed('verify') needs backend 'metadata' here, this is {self.path!r}{self._where}"
+            )
+        self._check_open("replayed")
+        if self.num_verified:
+            raise StepOrderError(f"replayed('verify'): {self.num_verified} layers have verified already{self._where}")
+        self._verified = [True] * len(self._verified)
+        self._record_progress()
+
+    def sample(
+        self, target_logits: torch.Tensor, draft_tokens: torch.Tensor, draft_probs: torch.Tensor | None = None
+    ) -> SampleResult:
+        """Accepts drafts and picks the next token, greedily: the longest run of drafts that the target agrees with.
+
+        target_logits [tokens, vocab] float; draft_tokens [tokens] int32 or int64, the windows' ids laid out like qkv.
+        draft_probs is not read: a greedy target accepts its best token whatever the draft thought of it. Changes no
+        state; end the step with the result. Raises SpecStateError for a wrong shape, dtype or device, StepOrderError
+        before all layers have verified.
+        """
+        self._check_all_verified("sample")
+        sampled = self._host.backend.sample(self._rows, target_logits, draft_tokens, self._where)
+        self._sampled = SampleResult(self, *sampled)
+        return self._sampled
+
+    def commit(self, num_accepted: Any, finished: Any = None) -> None:
+        """Accepts and folds everything of the step's rows now, older pending records included, under every policy.
+
+        num_accepted: a SampleResult of this step, or [n] int32 or int64 with an entry batch_index[i] for row i; backend
+        "metadata" takes sequences too. Counts are clamped to [min_accepted, query_len] on the device and the clamps
+        counted (under ``debug`` they are refused). finished: as ``defer`` takes it. Raises StepOrderError before all
+        layers have verified or when the step has ended, SpecStateError for a wrong shape, dtype, device or length;
+        nothing is changed then.
+        """
+        self._end("commit", num_accepted, eager=None, finished=finished)
+
+    def defer(self, num_accepted: Any, eager: Any = None, finished: Any = None) -> None:
+        """Accepts as the fold policy says: "eager" folds now, "deferred" in the next verify, "ring" when R runs short.
+
+        eager [n] bool: rows that fold all they have now. finished [n] bool: requests that end with this window; later
+        windows of theirs count as 0 accepted. Both are indexed by batch_index like num_accepted. For the rest, and for
+        errors, see ``commit``.
+        """
+        self._end("defer", num_accepted, eager, finished)
+
+    def cancel(self) -> None:
+        """Ends the step and commits nothing of its window. Layers that did not verify fold what the others folded."""
+        self._check_open("cancel")
+        if self.num_verified:
+            self._host.backend.cancel(self._rows, [i for i, done in enumerate(self._verified) if not done])
+        self._close("cancel")
+        self._record("cancel")
+
+    # -- for the manager
+
+    def null_request(self, request: Request) -> None:
+        """The request is being released: its row owns nothing from here on, and its end will be dropped."""
+        row = self._requests.index(request)
+        self._host.backend.null_row(self._rows, row)
+        self._requests[row] = None
+        self._num_released += 1
+
+    def refresh(self) -> None:
+        """Some of its requests were flushed before its first verify."""
+        self._host.backend.refresh(self._rows)
+
+    # -- inside
+
+    @property
+    def _where(self) -> str:
+        return f" (step {self.index})"
+
+    def _entry(self, row: int) -> int:
+        return row if self.metadata.batch_index is None else self.metadata.batch_index[row]
+
+    def _live_requests(self) -> list[Request]:
+        return [request for request in self._requests if request is not None]
+
+    def _check_open(self, verb: str) -> None:
+        if self._ended_by is not None:
+            raise StepOrderError(f"{verb}: the step was ended by {self._ended_by}{self._where}")
+
+    def _check_layer(self, verb: str, layer: object) -> None:
+        self._check_open(verb)
+        num_layers = len(self._verified)
+        if type(layer) is not int or not 0 <= layer < num_layers:
+            raise SpecStateError(f"{verb}: layer = {layer!r} is outside 0..{num_layers - 1}{self._where}")
+        if self._verified[layer]:
+            raise StepOrderError(f"{verb}: layer {layer} has verified already{self._where}")
+
+    def _check_all_verified(self, verb: str) -> None:
+        self._check_open(verb)
+        missing = [layer for layer, done in enumerate(self._verified) if not done]
+        if missing:
+            raise StepOrderError(f"{verb}: layers {missing} of {len(self._verified)} have not verified{self._where}")
+
+    def _mark_verified(self, layer: int) -> None:
+        self._verified[layer] = True
+        self._record_progress()
+
+    def _end(self, verb: str, num_accepted: Any, eager: Any, finished: Any) -> None:
+        self._check_all_verified(verb)
+        backend, rows, least_len, where = self._host.backend, self._rows, self._least_len, self._where
+        if isinstance(num_accepted, SampleResult):
+            if num_accepted.step is not self:
+                raise SpecStateError(f"{verb}: num_accepted is the sample of step {num_accepted.step.index}{where}")
+            counts = num_accepted.num_accepted
+        else:
+            counts = backend.by_row(rows, backend.check_counts("num_accepted", num_accepted, least_len, where))
+        if eager is not None:
+            eager = backend.by_row(rows, backend.check_mask("eager", eager, least_len, where))
+        if finished is not None:
+            finished = backend.by_row(rows, backend.check_mask("finished", finished, least_len, where))
+        if self._sampled is not None:
+            sampled = self._sampled.finished
+            finished = sampled if finished is None else sampled | finished
+        if self._host.debug:
+            self._check_counts(verb, [int(count) for count in counts])
+        backend.end(rows, counts, True if verb == "commit" else eager, finished)
+        folded = verb == "commit" or self._host.config.fold_policy == "eager"
+        for request in self._live_requests():
+            request.may_be_pending = not folded
+        self._close(verb)
+        self._record(verb, num_accepted=counts, eager=eager, finished=finished)
+
+    def _check_counts(self, verb: str, counts: list[int]) -> None:
+        """Rule 5 under debug: a count out of range is an error. The end of a finished request's window is not read."""
+        for row, request in enumerate(self._requests):
+            if request is None or self._host.backend.cursor(request.handle.record_slot).finished:
+                continue
+            least, query_len = least_accepted(self.metadata)[row], self.metadata.query_lens[row]
+            if not least <= counts[row] <= query_len:
+                raise SpecStateError(
+                    f"{verb}: num_accepted = {counts[row]} of row {row} is outside {least}..query_lens[{row}] = "
+                    f"{query_len}{self._where}"
+                )
+
+    def _close(self, verb: str) -> None:
+        self._ended_by = verb
+        for request in self._live_requests():
+            request.open_step = None
+        if verb != "cancel":
+            self._host.manager.count_dropped_ends(self._num_released)
+        if self._host.debug:
+            self._host.manager.check_integrity()
+
+    def _record(self, kind: str, **fields: Any) -> None:
+        if self._host.recorder is not None:
+            self._host.recorder.record(kind, step=self.index, **fields)
+
+    def _record_progress(self) -> None:
+        if self._host.recorder is not None:
+            self._host.recorder.progress(self.index, self.num_verified, self._num_written)

@@ -1,0 +1,196 @@
+"""The lines of a step trace: a header, one event for every public transition of a manager, and the end.
+
+Version 1. A trace holds no payload: which request, which slot, how many tokens, in which order, and nothing else.
+``docs/trace.md`` says the same in prose. Whatever changes the meaning of a line needs a new ``TRACE_VERSION``.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from specstate.config import StateConfig
+from specstate.errors import SpecStateError
+from specstate.metadata import Handle, StepMetadata
+from specstate.sampling import SamplingParams
+
+TRACE_VERSION = 1
+
+#: Slots, lengths and counts are int32 on the device.
+INT32_MAX = 2**31 - 1
+
+#: No step comes near it; above it a damaged size would be allocated before it is refused.
+MAX_STEP_SIZE = 2**20
+
+
+class TraceError(SpecStateError):
+    """A trace that cannot be read or written: names the file, the line and what is wrong with it."""
+
+
+def _named_life(handle: Handle) -> Handle:
+    limits = (("record_slot", handle.record_slot, 0), ("generation", handle.generation, 1))
+    for name, value, least in limits:
+        if not least <= value <= INT32_MAX:
+            raise ValueError(f"{name} = {value} is outside {least}..{INT32_MAX}")
+    return handle
+
+
+Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+StepSize = Annotated[int, Field(ge=0, le=MAX_STEP_SIZE)]
+CheckedHandle = Annotated[Handle, AfterValidator(_named_life)]
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Header(_Line):
+    """The first line."""
+
+    kind: Literal["header"] = "header"
+    trace_version: Literal[1] = 1
+    """TRACE_VERSION of the writer."""
+    specstate_version: str
+    """Of the package that wrote the trace; a reader does not look at it."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """From which a replay derives inputs and parameters."""
+    config: StateConfig
+    """Of the recorded manager."""
+
+
+class Event(_Line):
+    """What all events have."""
+
+    kind: str
+    verified: dict[Count, tuple[Count, Count]] | None = None
+    """By number of an open step: layers that had verified when this event happened, and how many of them by
+    ``write_records``. Lists the steps whose figures changed since the event before."""
+
+    @model_validator(mode="after")
+    def _written_have_verified(self) -> Self:
+        for step, (verified, written) in (self.verified or {}).items():
+            if written > verified:
+                raise ValueError(f"verified[{step}] = [{verified}, {written}]: more layers written than verified")
+        return self
+
+
+class Admit(Event):
+    kind: Literal["admit"] = "admit"
+    handle: CheckedHandle
+    checkpoint_slot: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    sampling: SamplingParams
+
+
+class Load(Event):
+    kind: Literal["load"] = "load"
+    handle: CheckedHandle
+    committed_len: Count
+    in_place: bool
+    """The checkpoint slot had been written by the caller; otherwise the states were copied."""
+
+
+class Release(Event):
+    kind: Literal["release"] = "release"
+    handle: CheckedHandle
+
+
+class BeginStep(Event):
+    kind: Literal["begin_step"] = "begin_step"
+    step: Count
+    """Number of the step in its manager, from 0."""
+    metadata: StepMetadata
+    """The rows, in columns."""
+    pad_to: tuple[StepSize, StepSize] | None = None
+    """Rows and tokens that the device saw, padding included; None without padding."""
+
+    @model_validator(mode="after")
+    def _rows_in_range(self) -> Self:
+        metadata = self.metadata
+        if sum(metadata.query_lens) > MAX_STEP_SIZE:
+            raise ValueError(f"query_lens add up to {sum(metadata.query_lens)}, more than {MAX_STEP_SIZE}")
+        for row, handle in enumerate(metadata.handles):
+            if handle is None:
+                continue
+            _named_life(handle)
+            if metadata.batch_index is not None and metadata.batch_index[row] > MAX_STEP_SIZE:
+                raise ValueError(f"batch_index[{row}] = {metadata.batch_index[row]} exceeds {MAX_STEP_SIZE}")
+        return self
+
+
+class StepFlush(Event):
+    """``Step.flush``, the first of a step; another one does nothing and leaves no event."""
+
+    kind: Literal["step_flush"] = "step_flush"
+    step: Count
+
+
+class _StepEnd(Event):
+    step: Count
+    num_accepted: tuple[Count, ...]
+    """By row, before clamping; what a caller gave below 0 or above int32 stands here as the nearest int32 >= 0, which
+    is clamped to the same count."""
+    eager: tuple[bool, ...] | None = None
+    """By row: rows that folded all they had; None for none."""
+    finished: tuple[bool, ...] | None = None
+    """By row: requests that ended with this window, whether the caller or ``sample`` said so; None for none."""
+
+    @model_validator(mode="after")
+    def _columns_agree(self) -> Self:
+        for name in ("eager", "finished"):
+            column = getattr(self, name)
+            if column is not None and len(column) != len(self.num_accepted):
+                raise ValueError(f"{name} has {len(column)} entries, num_accepted has {len(self.num_accepted)}")
+        return self
+
+
+class Commit(_StepEnd):
+    kind: Literal["commit"] = "commit"
+
+
+class Defer(_StepEnd):
+    kind: Literal["defer"] = "defer"
+
+
+class Cancel(Event):
+    kind: Literal["cancel"] = "cancel"
+    step: Count
+
+
+class Flush(Event):
+    """``StateManager.flush``."""
+
+    kind: Literal["flush"] = "flush"
+    handles: tuple[CheckedHandle, ...] | None = None
+    """None: all live requests."""
+
+
+class Read(Event):
+    kind: Literal["read"] = "read"
+    handle: CheckedHandle
+    layer: Count
+
+
+class SetParams(Event):
+    """New parameters: the next version of the pure function that a replay takes them from."""
+
+    kind: Literal["set_params"] = "set_params"
+
+
+class Digest(Event):
+    kind: Literal["digest"] = "digest"
+    value: str
+    """``StateManager.digest``: ownership and cursors, never payloads."""
+
+
+class End(_Line):
+    """The last line, written when the recorder is closed."""
+
+    kind: Literal["end"] = "end"
+    events: Count
+    """Events in the trace; header and end do not count."""
+
+
+EVENTS: dict[str, type[Event]] = {
+    model.model_fields["kind"].default: model
+    for model in (Admit, Load, Release, BeginStep, StepFlush, Commit, Defer, Cancel, Flush, Read, SetParams, Digest)
+}
+"""The model of each kind of event."""

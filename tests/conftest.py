@@ -1,0 +1,20 @@
+"""Settings of every test: no GPU, no gpu tests; hypothesis repeats itself in CI."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# The first draw of an example builds a manager, and a busy machine makes any deadline a coin toss.
+settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

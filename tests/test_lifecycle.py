@@ -1,0 +1,441 @@
+"""Every order of transitions that hypothesis can think of, against a model that knows only committed tokens.
+
+The model keeps, per request, the oracle's state after its committed tokens and how many of them the fold policy leaves
+pending. After every rule the manager must agree: states, conv histories, positions, fold timing, integrity. Calls that
+come at the wrong moment must be refused, and change nothing that the next check would see.
+"""
+
+import functools
+import os
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from specstate import CapacityError, SpecStateError, StaleHandleError, StepMetadata, StepOrderError
+from specstate.metadata import Handle
+from specstate.oracle import OracleState
+from specstate.step import Step
+from tests.factories import (
+    POLICIES,
+    LayerInputs,
+    Twin,
+    make_config,
+    make_inputs,
+    make_manager,
+    make_twin,
+    relative_error,
+)
+
+NAMES = ("a", "b", "c", "d")
+NUM_LAYERS = 2
+
+
+@dataclass
+class Life:
+    """One life of a request."""
+
+    handle: Handle
+    twin: Twin
+    pending: int = 0
+    may_be_pending: bool = False  # what the host knows, which never asks the device
+    finished: bool = False
+    step: "OpenStep | None" = None
+
+
+@dataclass
+class Row:
+    """A row of an open step; ``life`` is None for dummy rows and once the request was released."""
+
+    life: Life | None
+    query_len: int
+    least: int
+    entry: int
+    inputs: list[LayerInputs]
+    outputs: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass
+class OpenStep:
+    step: Step
+    rows: list[Row]
+    inputs: list[LayerInputs]
+    verified: set[int] = field(default_factory=set)
+    flushed: bool = False
+    released: int = 0
+
+    @property
+    def between(self) -> bool:
+        return 0 < len(self.verified) < NUM_LAYERS
+
+
+class Lifecycle(RuleBasedStateMachine):
+    @initialize(
+        policy=st.sampled_from(POLICIES),
+        windows=st.integers(0, 2),
+        taps=st.sampled_from([None, 2, 4]),
+        checkpoints=st.integers(2, 4),
+    )
+    def build(self, policy: str, windows: int, taps: int | None, checkpoints: int) -> None:
+        least = {"eager": 3, "deferred": 6, "ring": 6}[policy]
+        self.config = make_config(
+            fold_policy=policy,
+            max_query_len=3,
+            record_capacity=least + 2 * windows,
+            conv_kernel_size=taps,
+            max_requests=3,
+            num_checkpoints=checkpoints,
+            num_heads=1,
+            head_k_dim=3,
+            head_v_dim=2,
+        )
+        self.manager = make_manager(self.config, debug=False)
+        self.oracle = make_twin(self.config).oracle
+        self.lives: dict[str, Life] = {}
+        self.stale: list[Handle] = []
+        self.open: list[OpenStep] = []
+        self.seed = 0
+        self.dropped = self.wasted = self.clamped = 0
+        for name in NAMES[:2]:
+            self._admit(name)
+
+    # -- three rules with many faces each: hypothesis leaves out whole rules at random, and none of these may be missing
+
+    @rule(data=st.data(), face=st.sampled_from(["admit", "load", "release", "stale", "flush", "flush"]))
+    def request(self, data: st.DataObject, face: str) -> None:
+        if face == "admit":
+            self._admit(data.draw(st.sampled_from(NAMES)))
+        elif face == "flush":
+            self._flush(data, data.draw(st.booleans()))
+        elif face == "stale":
+            self._use_stale_handles()
+        elif self.lives and face == "load":
+            self._load(data)
+        elif self.lives:
+            self._release(data)
+
+    @rule(data=st.data(), then=st.sampled_from(["leave", "verify", "cancel", "end", "end"]))
+    def begin(self, data: st.DataObject, then: str) -> None:
+        step = self._begin(data)
+        if step is None or then == "leave":
+            return
+        if then == "cancel":
+            self._verify(step, data.draw(st.sampled_from([[0], [1], [0, 1]])))
+            self._cancel(step)
+            return
+        self._verify(step, [0, 1])
+        if then == "end":
+            self._end(data, step)
+
+    @precondition(lambda self: self.open)
+    @rule(
+        data=st.data(),
+        face=st.sampled_from("verify one,verify,write,flush,end,end,cancel,release,flush all".split(",")),
+    )
+    def proceed(self, data: st.DataObject, face: str) -> None:
+        step = data.draw(st.sampled_from(self.open))
+        layer = data.draw(st.integers(0, NUM_LAYERS - 1))
+        if face == "verify":
+            self._verify(step, list(range(NUM_LAYERS)))
+        elif face == "verify one":
+            self._verify(step, [layer])
+        elif face == "write":
+            self._write_records(step, layer)
+        elif face == "flush":
+            self._flush_step(step)
+        elif face == "end":
+            self._end(data, step)
+        elif face == "cancel":
+            self._cancel(step)
+        elif face == "flush all":
+            self._flush(data, everyone=True)
+        elif self.lives:
+            self._release(data)
+
+    # -- a request's life
+
+    def _admit(self, name: str) -> None:
+        if name in self.lives:
+            with pytest.raises(SpecStateError, match="live already"):
+                self.manager.admit(name)
+        elif len(self.lives) == min(self.config.max_requests, self.config.num_checkpoints):
+            assert not self.manager.can_admit()
+            with pytest.raises(CapacityError):
+                self.manager.admit(name)
+        else:
+            assert self.manager.can_admit()
+            self.lives[name] = Life(self.manager.admit(name), make_twin(self.config))
+
+    def _load(self, data: st.DataObject) -> None:
+        life, position, in_place = self._draw_life(data), data.draw(st.integers(0, 40)), data.draw(st.booleans())
+        states = self._random_states()
+        if life.step is not None:
+            with pytest.raises(StepOrderError):
+                self.manager.load(life.handle, [(s.recurrent, None) for s in states], committed_len=position)
+            return
+        conv = [None if self.config.layer.conv_kernel_size is None else s.conv for s in states]
+        if in_place:
+            slot = int(self.manager.checkpoint_slots([life.handle])[0])
+            for layer, state in enumerate(states):
+                recurrent, history = self.manager.checkpoints(layer)
+                recurrent[slot] = state.recurrent
+                if history is not None:
+                    history[slot] = state.conv
+            self.manager.load(life.handle, None, committed_len=position)
+        else:
+            pairs = [(state.recurrent, history) for state, history in zip(states, conv, strict=True)]
+            self.manager.load(life.handle, pairs, committed_len=position)
+        life.twin = Twin(self.oracle, NUM_LAYERS, states, position)
+        life.pending, life.may_be_pending, life.finished = 0, False, False
+
+    def _release(self, data: st.DataObject) -> None:
+        life = self._draw_life(data)
+        self.manager.release(life.handle)
+        if life.step is not None:
+            for row in life.step.rows:
+                if row.life is life:
+                    row.life = None
+            life.step.released += 1
+        del self.lives[life.handle.request_id]
+        self.stale.append(life.handle)
+
+    def _use_stale_handles(self) -> None:
+        for handle in self.stale:
+            metadata = StepMetadata(handles=(handle,), query_lens=(1,))
+            for call, arguments in (
+                (self.manager.read, (handle, 0)),
+                (self.manager.release, (handle,)),
+                (self.manager.flush, ([handle],)),
+                (self.manager.load, (handle, None, 0)),
+                (self.manager.begin_step, (metadata,)),
+            ):
+                with pytest.raises(StaleHandleError):
+                    call(*arguments)
+
+    # -- a step
+
+    def _begin(self, data: st.DataObject) -> OpenStep | None:
+        dummies, shuffle = data.draw(st.integers(0, 1)), data.draw(st.booleans())
+        padding = data.draw(st.sampled_from([None, 1, (1, 2)]))
+        # Mostly requests that are free, so that steps get going; sometimes one that must be refused.
+        free = [name for name in sorted(self.lives) if self.lives[name].step is None]
+        names = free if data.draw(st.integers(0, 5)) else sorted(self.lives)
+        lives = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1)) if names else []
+        chosen: list[Life | None] = [self.lives[name] for name in lives] + [None] * dummies
+        lens = [data.draw(st.integers(1, 3)) for _ in chosen]
+        kind = st.sampled_from(["decode", "decode", "prompt"])
+        kinds = ["dummy" if life is None else data.draw(kind) for life in chosen]
+        least = [n if kind == "prompt" else data.draw(st.integers(1, n)) for kind, n in zip(kinds, lens, strict=True)]
+        entries = data.draw(st.permutations(range(len(chosen) + 1)))[: len(chosen)] if shuffle else range(len(chosen))
+        pad_to = None
+        if padding is not None:
+            extra_rows, extra_tokens = padding if isinstance(padding, tuple) else (padding, 0)
+            pad_to = (len(chosen) + extra_rows, sum(lens) + extra_tokens)
+        metadata = StepMetadata(
+            handles=tuple(None if life is None else life.handle for life in chosen),
+            query_lens=tuple(lens),
+            row_kinds=tuple(kinds),
+            min_accepted=tuple(least),
+            batch_index=tuple(entries),
+        )
+        if any(life is not None and life.step is not None for life in chosen):
+            with pytest.raises(StepOrderError, match="still open"):
+                self.manager.begin_step(metadata, pad_to)
+            return None
+        tokens = sum(lens) if pad_to is None else pad_to[1]
+        self.seed += 1
+        inputs = make_inputs(self.config, tokens, self.seed)
+        step = OpenStep(self.manager.begin_step(metadata, pad_to), [], inputs)
+        start = 0
+        for life, query_len, minimum, entry in zip(chosen, lens, least, entries, strict=True):
+            window = [tensors[start : start + query_len] for tensors in inputs]
+            row = Row(life, query_len, minimum, entry, window)
+            if life is not None:
+                life.step = step
+                row.outputs = life.twin.window(window)[1]
+            step.rows.append(row)
+            start += query_len
+        self.open.append(step)
+        return step
+
+    def _verify(self, step: OpenStep, layers: list[int]) -> None:
+        for index in layers:
+            tensors = step.inputs[index]
+            if index in step.verified:
+                with pytest.raises(StepOrderError, match="verified already"):
+                    step.step.verify(index, tensors.qkv, tensors.raw_gate, tensors.raw_beta)
+                continue
+            output = step.step.verify(index, tensors.qkv, tensors.raw_gate, tensors.raw_beta)
+            assert output is not None
+            step.verified.add(index)
+            start = 0
+            for row in step.rows:
+                got = output[start : start + row.query_len]
+                if row.life is None:
+                    assert not got.any()
+                else:
+                    assert relative_error(got, row.outputs[index]) < 1e-11
+                start += row.query_len
+            assert not output[start:].any()
+
+    def _write_records(self, step: OpenStep, layer: int) -> None:
+        if layer in step.verified:
+            return
+        records = self._records_of(step, layer)
+        if not step.flushed and any(row.life is not None and row.life.may_be_pending for row in step.rows):
+            with pytest.raises(StepOrderError, match="may have pending"):
+                step.step.write_records(layer, *records)
+            return
+        step.step.write_records(layer, *records)
+        step.verified.add(layer)
+
+    def _flush_step(self, step: OpenStep) -> None:
+        if step.verified:
+            with pytest.raises(StepOrderError):
+                step.step.flush()
+            return
+        step.step.flush()
+        step.flushed = True
+        for row in step.rows:
+            if row.life is not None:
+                row.life.pending, row.life.may_be_pending = 0, False
+
+    def _end(self, data: st.DataObject, step: OpenStep) -> None:
+        verb, masks = data.draw(st.sampled_from(["defer", "defer", "defer", "commit"])), data.draw(st.booleans())
+        longer = data.draw(st.integers(0, 2))
+        size = max([row.entry + 1 for row in step.rows] or [0]) + longer
+        counts = [data.draw(st.integers(-1, 5)) for _ in range(size)]
+        eager = [masks and data.draw(st.booleans()) for _ in range(size)]
+        finished = [masks and data.draw(st.integers(0, 4)) == 0 for _ in range(size)]
+        given = torch.tensor(counts, dtype=torch.int64)
+        if verb == "commit":
+            end = functools.partial(step.step.commit, given)
+        else:
+            end = functools.partial(step.step.defer, given, torch.tensor(eager).bool(), torch.tensor(finished).bool())
+        if len(step.verified) < NUM_LAYERS:
+            with pytest.raises(StepOrderError, match="not verified"):
+                end()
+            return
+        end()
+        self._close(step)
+        self.dropped += step.released
+        for row in step.rows:
+            life = row.life
+            if life is None:
+                continue
+            accepted = min(max(counts[row.entry], row.least), row.query_len)
+            if life.finished:
+                accepted = 0
+                self.wasted += 1
+            else:
+                self.clamped += accepted != counts[row.entry]
+                life.finished = verb == "defer" and finished[row.entry]
+            life.twin.commit(row.inputs, accepted)
+            folded = 0 if step.flushed or self.config.fold_policy != "deferred" else life.pending
+            life.pending = life.pending - folded + accepted
+            full = self.config.fold_policy == "ring" and life.pending + 3 > self.config.record_capacity
+            folds = verb == "commit" or self.config.fold_policy == "eager"
+            life.may_be_pending = not folds
+            if folds or full or (verb == "defer" and eager[row.entry]):
+                life.pending = 0
+        with pytest.raises(StepOrderError, match="ended"):
+            end()
+
+    def _cancel(self, step: OpenStep) -> None:
+        step.step.cancel()
+        self._close(step)
+        if step.verified and self.config.fold_policy == "deferred":
+            for row in step.rows:
+                if row.life is not None:
+                    row.life.pending = 0
+        with pytest.raises(StepOrderError, match="ended"):
+            step.step.cancel()
+
+    def _flush(self, data: st.DataObject, everyone: bool) -> None:
+        names = sorted(self.lives)
+        if not everyone and names:
+            names = data.draw(st.lists(st.sampled_from(names), unique=True))
+        lives = [self.lives[name] for name in names]
+        handles = None if everyone else [life.handle for life in lives]
+        if any(life.step is not None and life.step.between for life in lives):
+            with pytest.raises(StepOrderError, match="have verified"):
+                self.manager.flush(handles)
+            return
+        self.manager.flush(handles)
+        for life in lives:
+            # What a verify has folded leaves the cursors when the step ends, not here.
+            if not self._folded_by_verify(life):
+                life.pending, life.may_be_pending = 0, False
+
+    # -- what must hold after every rule
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.manager.check_integrity()
+        counters = self.manager.counters()
+        assert (counters.dropped_ends, counters.wasted_windows) == (self.dropped, self.wasted)
+        assert counters.clamps == self.clamped
+        assert self.manager.num_requests == len(self.lives)
+        for life in self.lives.values():
+            assert self.manager._backend.cursor(life.handle.record_slot).pending_len == life.pending
+            if life.step is not None and life.step.between:
+                with pytest.raises(StepOrderError, match="have verified"):
+                    self.manager.read(life.handle, 0)
+            else:
+                life.twin.check(self.manager, life.handle, 1e-11)
+
+    # -- helpers
+
+    def _draw_life(self, data: st.DataObject) -> Life:
+        return self.lives[data.draw(st.sampled_from(sorted(self.lives)))]
+
+    def _folded_by_verify(self, life: Life) -> bool:
+        step = life.step
+        return self.config.fold_policy == "deferred" and step is not None and len(step.verified) == NUM_LAYERS
+
+    def _close(self, step: OpenStep) -> None:
+        self.open.remove(step)
+        for row in step.rows:
+            if row.life is not None:
+                row.life.step = None
+
+    def _random_states(self) -> list[OracleState]:
+        self.seed += 1
+        generator = torch.Generator().manual_seed(self.seed)
+        zero = self.oracle.zero()
+        return [
+            OracleState(
+                torch.randn(zero.recurrent.shape, generator=generator, dtype=torch.float64),
+                torch.randn(zero.conv.shape, generator=generator, dtype=torch.float64),
+            )
+            for _ in range(NUM_LAYERS)
+        ]
+
+    def _records_of(self, step: OpenStep, layer: int) -> tuple[torch.Tensor | None, ...]:
+        """u, key, gate and conv_input of a step's tokens as a kernel of the caller's would make them."""
+        tensors = step.inputs[layer]
+        spec = self.config.layer
+        u = torch.zeros(len(tensors.qkv), spec.num_heads, spec.head_v_dim, dtype=torch.float64)
+        key = torch.zeros(len(tensors.qkv), spec.num_heads, spec.head_k_dim, dtype=torch.float64)
+        start = 0
+        for row in step.rows:
+            state = self.oracle.zero() if row.life is None else row.life.twin.states[layer]
+            for t in range(start, start + row.query_len):
+                token = self.oracle.token(layer, state, tensors.qkv[t], tensors.raw_gate[t], tensors.raw_beta[t])
+                state, u[t], key[t] = token.state, token.u, token.key
+            start += row.query_len
+        return u, key, tensors.raw_gate, tensors.qkv if spec.conv_kernel_size else None
+
+
+class TestLifecycle(Lifecycle.TestCase):
+    """100 examples of 30 steps; SPECSTATE_EXAMPLES and SPECSTATE_STEPS ask for more."""
+
+    settings = settings(
+        max_examples=int(os.environ.get("SPECSTATE_EXAMPLES", "100")),
+        stateful_step_count=int(os.environ.get("SPECSTATE_STEPS", "30")),
+    )
