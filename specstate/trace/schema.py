@@ -6,7 +6,7 @@ Version 1. A trace holds no payload: which request, which slot, how many tokens,
 
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
@@ -55,6 +55,15 @@ class Header(_Line):
     """From which a replay derives inputs and parameters."""
     config: StateConfig
     """Of the recorded manager."""
+
+    @field_validator("config", mode="before")
+    @classmethod
+    def _sizes_are_stated(cls, config: object) -> object:
+        # A config in code may leave them to defaults; a trace must not change with the defaults.
+        for name in ("record_capacity", "num_checkpoints"):
+            if isinstance(config, dict) and config.get(name) is None:
+                raise ValueError(f"{name} is not stated")
+        return config
 
 
 class Event(_Line):

@@ -1,0 +1,82 @@
+"""Replays a step trace on a manager of its own and compares everything with the oracle, event by event.
+
+The trace says what happened. ``inputs`` supplies the payload that it leaves out, ``model`` what must come
+out of it, ``steps`` and ``driver`` call the manager, ``checks`` looks at it.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from specstate.config import StateConfig
+from specstate.errors import SpecStateError
+from specstate.replay.checks import Differs
+from specstate.replay.driver import Driver
+from specstate.trace import read_trace
+from specstate.trace.schema import TraceError
+
+#: What a replay shrinks every trace to, unless it runs at full shape: faults of order and ownership need no more.
+SHRUNK_LAYERS, SHRUNK_DIM = 2, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a replay left the trace or the oracle."""
+
+    event: int
+    """Number of the event, from 1: it stands in line ``event + 1``. One past the last for what shows at the end."""
+    kind: str
+    """Of the event; "end" past the last."""
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What came of a replay."""
+
+    ok: bool
+    events: int
+    """Events in the trace."""
+    first_difference: Difference | None
+
+
+def replay_file(
+    path: str | os.PathLike[str],
+    *,
+    partial: bool = False,
+    full_shape: bool = False,
+    backend: Literal["reference", "metadata"] = "reference",
+) -> ReplayReport:
+    """Replays the trace at ``path`` up to its end or the first difference.
+
+    partial: the trace may lack its end. full_shape: with the recorded layers, heads, dimensions and dtypes, in place of
+    2 layers of 1 head of 16 x 16 in float64. backend: "metadata" compares lengths, slots, counters and digests alone.
+
+    A call that the manager refuses, and a trace that contradicts itself, are differences. Raises TraceError (a
+    SpecStateError) when the trace is damaged or no manager can be built for its config.
+    """
+    header, events = read_trace(path, partial)
+    try:
+        driver = Driver(header, replay_config(header.config, full_shape), backend)
+    except (SpecStateError, RuntimeError, MemoryError) as error:  # torch's allocator raises RuntimeError
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise TraceError(f"{os.fspath(path)}, line 1: no manager can be built for this config: {reason}") from None
+    for number, event in enumerate(events, 1):
+        try:
+            driver.apply(event)
+        except Differs as difference:
+            return ReplayReport(False, len(events), Difference(number, event.kind, str(difference)))
+    try:
+        driver.finish()
+    except Differs as difference:
+        return ReplayReport(False, len(events), Difference(len(events) + 1, "end", str(difference)))
+    return ReplayReport(True, len(events), None)
+
+
+def replay_config(config: StateConfig, full_shape: bool) -> StateConfig:
+    """What a trace of ``config`` is replayed with: lengths, slots, convolution, gate and policy as recorded."""
+    fields = config.model_dump() | {"path": None, "memory_limit_bytes": None}
+    if not full_shape:
+        fields["layer"] |= {"num_heads": 1, "head_k_dim": SHRUNK_DIM, "head_v_dim": SHRUNK_DIM}
+        fields |= {"num_layers": SHRUNK_LAYERS, "checkpoint_dtype": "float64", "activation_dtype": "float64"}
+    return StateConfig(**fields)

@@ -1,0 +1,141 @@
+"""How a replay looks at its manager: each check raises ``Differs`` with what was seen and what was expected."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from specstate.manager import StateManager
+from specstate.metadata import StepMetadata
+from specstate.replay.model import ExpectedToken, Life
+from specstate.step import Step
+
+_T = TypeVar("_T")
+
+
+class Differs(Exception):
+    """The manager and the trace, or the manager and the oracle, disagree; the text says where."""
+
+
+class Checks:
+    """Compares a manager with what is expected of it; keeps a copy of all checkpoints to see which slots change."""
+
+    def __init__(self, manager: StateManager, payloads: bool) -> None:
+        self._manager, self._payloads = manager, payloads
+        self.clamps = self.dropped_ends = self.wasted_windows = 0
+        """What the manager's counters must show."""
+        layers = range(manager.config.num_layers) if payloads else ()
+        pools = ((layer, pool) for layer in layers for pool in manager.checkpoints(layer) if pool is not None)
+        self._pools = [(layer, pool, pool.clone()) for layer, pool in pools]
+
+    def call(self, call: Callable[[], _T]) -> _T:
+        """Calls the manager. Whatever it raises is a difference: the recorded manager went through."""
+        try:
+            return call()
+        except Exception as error:
+            raise Differs(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+    def equal(self, what: str, got: object, wanted: object) -> None:
+        if got != wanted:
+            raise Differs(f"{what} is {got}, wanted {wanted}")
+
+    def only_slots_changed(self, slots: Iterable[int], in_layer: int | None = None) -> None:
+        """Every byte of checkpoint storage outside ``slots`` is as it was at the last call, the null slot included.
+
+        in_layer: looks there alone, and leaves the others to a later call; None: everywhere.
+        """
+        taken = list(slots)
+        for layer, pool, shadow in self._pools:
+            if in_layer not in (None, layer):
+                continue
+            if taken:
+                shadow[taken] = pool[taken]
+            if torch.equal(_bytes(shadow), _bytes(pool)):
+                continue
+            changed = (_bytes(shadow) != _bytes(pool)).flatten(1).any(1).nonzero()[:, 0].tolist()
+            raise Differs(f"checkpoint slots {changed} changed, only {sorted(taken)} may")
+
+    def outputs(self, step: int, layer: int, out: torch.Tensor, tokens: dict[int, ExpectedToken]) -> None:
+        """Outputs of a verify [tokens, H, V]: those of requests as the oracle has them, all others zero."""
+        for place, token in tokens.items():
+            error = _error(out[place], token.output)
+            if not error <= token.output_tolerance:
+                raise Differs(
+                    f"output of token {place} of step {step} in layer {layer} is off by {error:.3g}, "
+                    f"more than {token.output_tolerance:.3g}"
+                )
+        rest = torch.ones(len(out), dtype=torch.bool)
+        rest[list(tokens)] = False
+        if not torch.equal(out[rest], torch.zeros_like(out[rest])):
+            raise Differs(f"output of step {step} in layer {layer} is not zero where no request has a token")
+
+    def device_rows(self, step: Step, rows: list[Life | None], metadata: StepMetadata) -> None:
+        """What attention reads from a step that has just begun."""
+        padding = step.num_rows - len(rows)
+        lens = [0 if life is None else life.committed_len for life in rows]
+        starts = [0]
+        for query_len in metadata.query_lens:
+            starts.append(starts[-1] + query_len)
+        positions = [start + offset for start, n in zip(lens, metadata.query_lens, strict=True) for offset in range(n)]
+        positions += [0] * (step.num_tokens - len(positions))
+        slots = [0 if life is None else life.checkpoint_slot for life in rows]
+        records = [-1 if life is None else life.handle.record_slot for life in rows]
+        for name, got, wanted in (
+            ("query_start_loc", step.query_start_loc, starts + [starts[-1]] * padding),
+            ("positions", step.positions, positions),
+            ("committed_lens", step.committed_lens, lens + [0] * padding),
+            ("checkpoint_slots", step.checkpoint_slots, slots + [0] * padding),
+            ("record_slots", step.record_slots, records + [-1] * padding),
+        ):
+            self.equal(name, got.tolist(), wanted)
+
+    def compare_state(self, life: Life, *, read: bool) -> None:
+        """Length, and if ``read`` state and conv history of every layer, pending records included."""
+        committed_len = self.call(lambda: self._manager.committed_len(life.handle))
+        self.equal(f"committed_len of {life.handle}", committed_len, life.committed_len)
+        if not self._payloads or not read:
+            return
+        for layer in range(self._manager.config.num_layers):
+            state = self.call(partial(self._manager.read, life.handle, layer))
+            what = f"{life.handle} in layer {layer} at {life.committed_len}"
+            _compare(what, life, layer, state.recurrent, state.conv)
+
+    def compare_checkpoints(self, lives: list[Life]) -> None:
+        """The checkpoints themselves, once nothing is pending."""
+        if not self._payloads:
+            return
+        for layer in range(self._manager.config.num_layers):
+            recurrent, conv = self._manager.checkpoints(layer)
+            for life in lives:
+                slot = life.checkpoint_slot
+                what = f"checkpoint slot {slot} of {life.handle} in layer {layer} at {life.committed_len}"
+                _compare(what, life, layer, recurrent[slot], None if conv is None else conv[slot])
+
+    def counters(self) -> None:
+        """Clamps, dropped ends and wasted windows."""
+        counted = self.call(self._manager.counters)
+        for name in ("clamps", "dropped_ends", "wasted_windows"):
+            self.equal(f"counter {name}", getattr(counted, name), getattr(self, name))
+
+    def integrity(self) -> None:
+        self.call(self._manager.check_integrity)
+
+
+def _compare(what: str, life: Life, layer: int, recurrent: torch.Tensor, conv: torch.Tensor | None) -> None:
+    expected = life.layers[layer]
+    error = _error(recurrent, expected.state.recurrent)
+    if not error <= expected.tolerance:
+        raise Differs(f"state of {what} is off by {error:.3g}, more than {expected.tolerance:.3g}")
+    # Conv inputs are only ever copied.
+    if conv is not None and not torch.equal(conv.double(), expected.state.conv):
+        raise Differs(f"conv history of {what} differs")
+
+
+def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Norm of the difference of the worst head of [H, ..]; NaN if either holds one."""
+    return float((got.double() - wanted).flatten(1).norm(dim=1).max())
+
+
+def _bytes(pool: torch.Tensor) -> torch.Tensor:
+    return pool.view(torch.uint8)

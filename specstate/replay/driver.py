@@ -1,0 +1,244 @@
+"""Drives a manager through the events of a trace, by its public face alone, and compares after each of them."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from specstate.config import StateConfig
+from specstate.manager import StateManager
+from specstate.metadata import Handle
+from specstate.replay.checks import Checks, Differs
+from specstate.replay.model import Expected, Life, Model
+from specstate.replay.steps import OpenStep, Verifier
+from specstate.trace.schema import (
+    Admit,
+    BeginStep,
+    Cancel,
+    Commit,
+    Defer,
+    Digest,
+    Event,
+    Flush,
+    Header,
+    Load,
+    Read,
+    Release,
+    SetParams,
+    StepFlush,
+)
+from specstate.validation import DTYPES
+
+
+class Driver:
+    """One replay. ``config``: what it runs with, in place of the header's.
+
+    Building it raises what building the manager raises; ``apply`` and ``finish`` raise Differs.
+    """
+
+    def __init__(self, header: Header, config: StateConfig, backend: Literal["reference", "metadata"]) -> None:
+        self._config, self._model = config, Model(config, header.seed)
+        self._payloads = backend != "metadata"
+        # Without debug, which refuses the counts out of range that a trace may hold; the checks follow every event.
+        self._manager = StateManager(config, self._model.params if self._payloads else None, backend=backend)
+        self._checks = Checks(self._manager, self._payloads)
+        self._verifier = Verifier(self._model, self._checks, header.config.num_layers, self._payloads)
+        self._lives: dict[Handle, Life] = {}
+        self._steps: dict[int, OpenStep] = {}
+        self._apply: dict[type[Event], Callable[[Any], list[Life]]] = {
+            Admit: self._admit,
+            Load: self._load,
+            Release: self._release,
+            BeginStep: self._begin_step,
+            StepFlush: self._step_flush,
+            Commit: self._end_step,
+            Defer: self._end_step,
+            Cancel: self._cancel,
+            Flush: self._flush,
+            Read: self._read,
+            SetParams: self._set_params,
+            Digest: self._digest,
+        }
+
+    def apply(self, event: Event) -> None:
+        """Does what the event says and compares the requests that it concerns."""
+        for number, (verified, written) in sorted((event.verified or {}).items()):
+            self._verifier.catch_up(self._open(number), verified, written)
+        self._compare(self._apply[type(event)](event))
+
+    def finish(self) -> None:
+        """The state of every request once the trace has ended: as it stands, and with all pending records folded."""
+        self._compare(list(self._lives.values()))
+        for open_step in list(self._steps.values()):
+            self._cancel_step(open_step)
+        self._checks.call(lambda: self._manager.flush(None))
+        lives = list(self._lives.values())
+        self._folded(lives)
+        self._compare(lives)
+        self._checks.compare_checkpoints(lives)
+
+    # -- one method a kind; each returns the requests that the event concerns
+
+    def _admit(self, event: Admit) -> list[Life]:
+        handle = self._checks.call(lambda: self._manager.admit(event.handle.request_id, event.sampling))
+        slot = int(self._manager.checkpoint_slots([handle])[0])
+        self._checks.equal("handle", handle, event.handle)
+        self._checks.equal("checkpoint slot", slot, event.checkpoint_slot)
+        life = self._lives[handle] = self._model.life(handle, slot)
+        self._checks.only_slots_changed({slot})
+        return [life]
+
+    def _load(self, event: Load) -> list[Life]:
+        life = self._life(event.handle)
+        states = None
+        if self._payloads:
+            life.layers = self._model.loaded(life, event.committed_len)
+            states = [self._as_stored(expected) for expected in life.layers]
+            if event.in_place:
+                for layer, (recurrent, conv) in enumerate(states):
+                    pool, conv_pool = self._manager.checkpoints(layer)
+                    pool[life.checkpoint_slot] = recurrent
+                    if conv_pool is not None and conv is not None:
+                        conv_pool[life.checkpoint_slot] = conv
+                states = None
+        self._checks.call(lambda: self._manager.load(event.handle, states, event.committed_len))
+        life.windows.clear()
+        life.stand_at(event.committed_len)
+        life.finished = False
+        self._checks.only_slots_changed({life.checkpoint_slot})
+        return [life]
+
+    def _release(self, event: Release) -> list[Life]:
+        life = self._life(event.handle)
+        self._checks.call(lambda: self._manager.release(event.handle))
+        del self._lives[event.handle]
+        if life.open_step is not None:
+            self._steps[life.open_step].release(life)
+        self._checks.only_slots_changed(set())
+        return []
+
+    def _begin_step(self, event: BeginStep) -> list[Life]:
+        metadata = event.metadata
+        step = self._checks.call(lambda: self._manager.begin_step(metadata, event.pad_to))
+        self._checks.equal("number of the step", step.index, event.step)
+        rows = [None if handle is None else self._life(handle) for handle in metadata.handles]
+        for life in rows:
+            if life is not None:
+                if life.open_step is not None:
+                    raise Differs(f"{life.handle} is in step {life.open_step}, still open, and was not refused")
+                life.open_step = event.step
+        open_step = self._steps[event.step] = OpenStep(step, metadata, rows)
+        self._checks.device_rows(step, rows, metadata)
+        self._checks.only_slots_changed(set())
+        return open_step.lives
+
+    def _step_flush(self, event: StepFlush) -> list[Life]:
+        open_step = self._open(event.step)
+        self._checks.call(open_step.step.flush)
+        self._folded(open_step.lives)
+        return open_step.lives
+
+    def _end_step(self, event: Commit | Defer) -> list[Life]:
+        open_step = self._open(event.step)
+        num_rows = len(open_step.rows)
+        if len(event.num_accepted) != num_rows:
+            raise Differs(f"num_accepted has {len(event.num_accepted)} entries, step {event.step} has {num_rows} rows")
+        self._verifier.finish(open_step)
+        step, counts = open_step.step, open_step.by_entry(event.num_accepted, 2**30)
+        eager, finished = (
+            None if mask is None else open_step.by_entry(mask, True) for mask in (event.eager, event.finished)
+        )
+        if isinstance(event, Defer):
+            self._checks.call(lambda: step.defer(counts, eager=eager, finished=finished))
+        elif eager is None:
+            self._checks.call(lambda: step.commit(counts, finished=finished))
+        else:
+            raise Differs("a commit folds every row, it has no eager mask")
+        for row, life in enumerate(open_step.rows):
+            if life is not None:
+                self._accept(open_step, row, life, event)
+        self._checks.dropped_ends += open_step.num_released
+        return self._ended(open_step)
+
+    def _cancel(self, event: Cancel) -> list[Life]:
+        return self._cancel_step(self._open(event.step))
+
+    def _flush(self, event: Flush) -> list[Life]:
+        lives = list(self._lives.values()) if event.handles is None else [self._life(h) for h in event.handles]
+        self._checks.call(lambda: self._manager.flush(event.handles))
+        self._folded(lives)
+        return lives
+
+    def _read(self, event: Read) -> list[Life]:
+        return [self._life(event.handle)]  # every comparison reads
+
+    def _set_params(self, event: SetParams) -> list[Life]:
+        params = self._model.next_params()
+        if self._payloads:
+            self._checks.call(lambda: self._manager.set_params(params))
+        self._checks.only_slots_changed(set())
+        return list(self._lives.values())
+
+    def _digest(self, event: Digest) -> list[Life]:
+        self._checks.equal("digest", self._checks.call(self._manager.digest), event.value)
+        return list(self._lives.values())
+
+    # -- ends of steps
+
+    def _accept(self, open_step: OpenStep, row: int, life: Life, event: Commit | Defer) -> None:
+        """What one row's end must do: the count clamped, or 0 once the request has finished."""
+        count, accepted = event.num_accepted[row], 0
+        if life.finished:
+            self._checks.wasted_windows += 1
+        else:
+            accepted = min(max(count, open_step.least_accepted(row)), open_step.metadata.query_lens[row])
+            self._checks.clamps += accepted != count
+            life.finished = event.finished is not None and event.finished[row]
+        if self._payloads:
+            life.layers = [open_step.prefixes[layer][row][accepted] for layer in range(self._config.num_layers)]
+        life.stand_at(life.committed_len + accepted)
+
+    def _cancel_step(self, open_step: OpenStep) -> list[Life]:
+        self._checks.call(open_step.step.cancel)
+        return self._ended(open_step)
+
+    def _ended(self, open_step: OpenStep) -> list[Life]:
+        del self._steps[open_step.step.index]
+        lives = open_step.lives
+        for life in lives:
+            life.open_step = None
+        self._folded(lives)
+        return lives
+
+    # -- inside
+
+    def _compare(self, lives: list[Life]) -> None:
+        self._checks.counters()
+        self._checks.integrity()
+        layers = self._config.num_layers
+        for life in lives:
+            between = life.open_step is not None and 0 < self._steps[life.open_step].num_verified < layers
+            self._checks.compare_state(life, read=not between)
+        self._checks.only_slots_changed(set())
+
+    def _folded(self, lives: list[Life]) -> None:
+        """Whatever was called may have folded the records of ``lives``, and written no other checkpoint."""
+        for life in lives:
+            life.layers = [self._model.folded(expected) for expected in life.layers]
+        self._checks.only_slots_changed({life.checkpoint_slot for life in lives})
+
+    def _as_stored(self, expected: Expected) -> tuple[torch.Tensor, torch.Tensor | None]:
+        recurrent = expected.state.recurrent.to(DTYPES[self._config.checkpoint_dtype])
+        if self._config.layer.conv_kernel_size is None:
+            return recurrent, None
+        return recurrent, expected.state.conv.to(DTYPES[self._config.activation_dtype])
+
+    def _life(self, handle: Handle) -> Life:
+        if handle not in self._lives:
+            raise Differs(f"{handle} is not live in this trace")
+        return self._lives[handle]
+
+    def _open(self, number: int) -> OpenStep:
+        if number not in self._steps:
+            raise Differs(f"step {number} was never begun, or has ended")
+        return self._steps[number]

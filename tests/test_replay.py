@@ -1,0 +1,452 @@
+"""Replay: every golden trace agrees with the oracle, and every broken guard shows in at least one of them."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from specstate.backends.metadata import MetadataBackend
+from specstate.backends.tensors import TensorBackend
+from specstate.cli import main
+from specstate.config import KDALayerSpec, StateConfig
+from specstate.kernels import reference
+from specstate.kernels import rows as at
+from specstate.manager import StateManager
+from specstate.metadata import Handle
+from specstate.replay import Difference, replay_config, replay_file
+from specstate.replay.inputs import layer_params, life_key, token_inputs
+from specstate.replay.model import Model
+from specstate.step import Step
+from specstate.storage import LayerStorage
+from specstate.trace import TraceError
+from specstate.trace.schema import TRACE_VERSION
+
+TRACES = Path(__file__).parent / "traces"
+GOLDEN = sorted(TRACES.glob("*.jsonl"))
+Patch = pytest.MonkeyPatch
+
+
+def golden(name: str) -> Path:
+    return TRACES / f"{name}.jsonl"
+
+
+@pytest.fixture(scope="module")
+def make() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_traces", TRACES / "make.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def small() -> StateConfig:
+    layer = KDALayerSpec(num_heads=2, head_k_dim=8, head_v_dim=12)
+    return StateConfig(num_layers=2, layer=layer, max_requests=2, max_query_len=4)
+
+
+# -- golden traces
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_golden_traces_replay_on_the_reference(path: Path) -> None:
+    report = replay_file(path)
+    assert report.first_difference is None
+    assert report.ok
+    assert report.events == len(path.read_text().splitlines()) - 2
+
+
+def test_golden_traces_replay_without_payloads() -> None:
+    for path in GOLDEN:
+        assert replay_file(path, backend="metadata").first_difference is None, path.stem
+
+
+@pytest.mark.parametrize("name", ["class03_row_identity_deferred", "class06_end_tokens_ring", "class13_cancel_eager"])
+def test_traces_replay_at_full_shape(name: str) -> None:
+    """In bfloat16 activations and float32 states, where only the error budget separates rounding from faults."""
+    assert replay_file(golden(name), full_shape=True).first_difference is None
+
+
+def test_every_class_has_every_policy() -> None:
+    names = {path.stem for path in GOLDEN}
+    assert len(names) >= 20
+    for number in (1, 2, 3, 4, 5, 6, 13):
+        for policy in ("eager", "deferred", "ring"):
+            assert any(n.startswith(f"class{number:02}_") and n.endswith(f"_{policy}") for n in names)
+
+
+def test_make_reproduces_the_committed_traces(make: ModuleType, tmp_path: Path) -> None:
+    made = make.make_all(tmp_path)
+    assert sorted(path.name for path in made) == [path.name for path in GOLDEN]
+    for path in made:
+        (header, *events), (kept_header, *kept) = (
+            file.read_bytes().splitlines(keepends=True) for file in (path, TRACES / path.name)
+        )
+        assert events == kept, path.name
+        # The package's version is the one thing in a trace that changes without the trace.
+        fields, kept_fields = json.loads(header), json.loads(kept_header)
+        assert fields | {"specstate_version": ""} == kept_fields | {"specstate_version": ""}
+
+
+# -- broken guards
+
+
+def conv_history_off_by_one(patch: Patch) -> None:
+    right = reference.read_conv_history
+    patch.setattr(reference, "read_conv_history", lambda layer, rows, position: right(layer, rows, position + 1))
+
+
+def fold_forgets_a_record(patch: Patch) -> None:
+    right = reference.fold_records
+
+    def fold_records(state: torch.Tensor, records: reference.Records, *rest: Any) -> torch.Tensor:
+        if records.u.shape[2] > 1:
+            records = reference.Records(*(x[:, :, 1:] for x in records[:3]), (records.count - 1).clamp(min=0))
+        return right(state, records, *rest)
+
+    patch.setattr(reference, "fold_records", fold_records)
+
+
+def fold_is_off_by_a_billionth(patch: Patch) -> None:
+    right = reference.fold_records
+
+    def fold_records(state: torch.Tensor, records: reference.Records, *rest: Any) -> torch.Tensor:
+        folded = right(state, records, *rest)
+        return folded * (1 - 1e-9) if records.u.shape[2] else folded
+
+    patch.setattr(reference, "fold_records", fold_records)
+
+
+def rows_are_never_nulled(patch: Patch) -> None:
+    patch.setattr(reference, "null_row", lambda rows, row: None)
+
+
+def rows_are_not_refreshed(patch: Patch) -> None:
+    patch.setattr(TensorBackend, "refresh", lambda self, rows: None)
+
+
+def cancel_leaves_the_fold_half_done(patch: Patch) -> None:
+    right = reference.verify_fold_plan
+
+    def verify_fold_plan(rows: torch.Tensor) -> torch.Tensor:
+        plan = right(rows).clone()
+        plan[:, at.PLAN_COUNT] = 0
+        return plan
+
+    patch.setattr(reference, "verify_fold_plan", verify_fold_plan)
+
+
+def advance_forgets_what_verify_folded(patch: Patch) -> None:
+    right = reference.advance
+
+    def advance(rows: torch.Tensor, *rest: Any) -> torch.Tensor:
+        rows = rows.clone()
+        rows[:, at.FOLD_LEN] = 0
+        return right(rows, *rest)
+
+    patch.setattr(reference, "advance", advance)
+
+
+def flush_folds_again_what_verify_folded(patch: Patch) -> None:
+    patch.setattr(Step, "folded_by_verify", property(lambda self: False))
+
+
+def finished_is_ignored(patch: Patch) -> None:
+    right = reference.accepted_counts
+    patch.setattr(reference, "accepted_counts", lambda rows, counts, finished, *rest: right(rows, counts, None, *rest))
+
+
+def counts_are_not_clamped(patch: Patch) -> None:
+    def accepted_counts(rows: torch.Tensor, counts: torch.Tensor, *_: Any) -> torch.Tensor:
+        return torch.where(rows[:, at.RECORD_ROW] >= 0, counts, 0).to(torch.int32)
+
+    patch.setattr(reference, "accepted_counts", accepted_counts)
+
+
+def counts_are_read_in_row_order(patch: Patch) -> None:
+    patch.setattr(TensorBackend, "by_row", lambda self, rows, values: values[: rows.step.rows.shape[0]])
+
+
+def padding_counts_as_slot_zero(patch: Patch) -> None:
+    # The classic: -1 clamped to 0, so that padded rows own the first record slot.
+    right = reference.begin
+
+    def begin(staged: torch.Tensor, *rest: Any, **options: Any) -> reference.StepTensors:
+        staged[:, at.RECORD_ROW].clamp_(min=0)
+        return right(staged, *rest, **options)
+
+    patch.setattr(reference, "begin", begin)
+    patch.setattr(reference, "live_rows", lambda rows: rows[:, at.RECORD_ROW] >= 0)
+
+
+def slots_are_handed_on_unclean(patch: Patch) -> None:
+    right = TensorBackend.admit
+
+    def admit(self: TensorBackend, checkpoint_slot: int, record_row: int, *rest: Any) -> None:
+        kept = [(layer.recurrent, layer.recurrent.clone()) for layer in self.storage.layers]
+        right(self, checkpoint_slot, record_row, *rest)
+        for recurrent, before in kept:
+            recurrent.copy_(before)
+
+    patch.setattr(TensorBackend, "admit", admit)
+
+
+def load_leaves_the_conv_ring(patch: Patch) -> None:
+    right = TensorBackend.load
+
+    def load(self: TensorBackend, *arguments: Any) -> None:
+        kept = [layer.conv_ring.clone() for layer in self.storage.layers if layer.conv_ring is not None]
+        right(self, *arguments)
+        for layer, before in zip(self.storage.layers, kept, strict=False):
+            if layer.conv_ring is not None:
+                layer.conv_ring.copy_(before)
+
+    patch.setattr(TensorBackend, "load", load)
+
+
+def records_that_wrap_are_misread(patch: Patch) -> None:
+    right = reference.read_records
+
+    def read_records(layer: LayerStorage, rows: Any, start: torch.Tensor, count: torch.Tensor) -> reference.Records:
+        capacity = layer.record_u.shape[2]
+        return right(layer, rows, torch.where(start % capacity + count > capacity, start + 1, start), count)
+
+    patch.setattr(reference, "read_records", read_records)
+
+
+def ring_folds_a_window_early(patch: Patch) -> None:
+    right = reference.advance
+
+    def advance(rows: Any, accepted: Any, fold: Any, cursors: Any, capacity: int | None, longest: int) -> torch.Tensor:
+        return right(rows, accepted, fold, cursors, capacity and capacity - longest, longest)
+
+    patch.setattr(reference, "advance", advance)
+
+
+GUARDS: list[tuple[Callable[[Patch], None], str]] = [
+    (conv_history_off_by_one, "class01_mixed_windows_ring"),
+    (conv_history_off_by_one, "class13_written_records_eager"),
+    (fold_forgets_a_record, "class01_smallest_ring_eager"),
+    (fold_is_off_by_a_billionth, "class13_flush_deferred"),
+    (rows_are_never_nulled, "class03_row_identity_deferred"),
+    (rows_are_never_nulled, "class13_late_ends_ring"),
+    (rows_are_not_refreshed, "class13_flush_ring"),
+    (rows_are_not_refreshed, "class13_flush_deferred"),
+    (cancel_leaves_the_fold_half_done, "class13_cancel_deferred"),
+    (advance_forgets_what_verify_folded, "class01_mixed_windows_deferred"),
+    (flush_folds_again_what_verify_folded, "class13_flush_deferred"),
+    (finished_is_ignored, "class06_end_tokens_eager"),
+    (counts_are_not_clamped, "class02_counts_out_of_range_deferred"),
+    (counts_are_read_in_row_order, "class03_row_identity_ring"),
+    (padding_counts_as_slot_zero, "class05_padding_deferred"),
+    (slots_are_handed_on_unclean, "class04_slot_reuse_ring"),
+    (load_leaves_the_conv_ring, "class06_end_tokens_ring"),
+    (records_that_wrap_are_misread, "class01_smallest_ring_ring"),
+    (ring_folds_a_window_early, "class01_smallest_ring_ring"),
+]
+
+
+@pytest.mark.parametrize(("break_guard", "name"), GUARDS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_broken_guard_shows(monkeypatch: Patch, break_guard: Callable[[Patch], None], name: str) -> None:
+    break_guard(monkeypatch)
+    report = replay_file(golden(name))
+    assert not report.ok
+    assert report.first_difference is not None
+    assert 1 <= report.first_difference.event <= report.events + 1
+    assert "\n" not in report.first_difference.what
+
+
+def test_a_broken_cursor_shows_without_payloads(monkeypatch: Patch) -> None:
+    right = MetadataBackend._move
+    monkeypatch.setattr(MetadataBackend, "_move", lambda self, record, _, *rest: right(self, record, 0, *rest))
+    report = replay_file(golden("class01_mixed_windows_deferred"), backend="metadata")
+    assert report.first_difference is not None
+
+
+def test_a_write_into_a_foreign_slot_shows(monkeypatch: Patch) -> None:
+    right = reference.verify
+
+    def verify(step: Any, layer: Any, *rest: Any) -> None:
+        right(step, layer, *rest)
+        layer.recurrent[0, 0, 3, 5] = -0.0  # one bit of the null slot
+
+    monkeypatch.setattr(reference, "verify", verify)
+    report = replay_file(golden("class01_mixed_windows_ring"))
+    assert report.first_difference is not None
+    assert report.first_difference.what == "checkpoint slots [0] changed, only [] may"
+
+
+# -- traces that say something else
+
+
+def edited(tmp_path: Path, name: str, edit: Callable[[list[dict[str, Any]]], None]) -> Path:
+    """The golden trace after ``edit`` of its events, with a right end."""
+    header, *events, _ = (json.loads(line) for line in golden(name).read_text().splitlines())
+    edit(events)
+    lines = [header, *events, {"kind": "end", "events": len(events)}]
+    path = tmp_path / "edited.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def first_of(events: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    return next(event for event in events if event["kind"] == kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("digest", {"value": "0" * 16}, "digest is"),
+        ("admit", {"checkpoint_slot": 2}, "checkpoint slot is 1, wanted 2"),
+        ("admit", {"handle": {"request_id": "a", "record_slot": 1, "generation": 1}}, "handle is Handle"),
+        ("begin_step", {"step": 7}, "number of the step is 0, wanted 7"),
+        ("defer", {"step": 7}, "step 7 was never begun"),
+        ("defer", {"num_accepted": [1, 1, 1, 1, 1]}, "5 entries"),
+        ("defer", {"num_accepted": [1]}, "1 entries"),
+        ("release", {"handle": {"request_id": "z", "record_slot": 1, "generation": 1}}, "not live"),
+        ("cancel", {"verified": {"9": [2, 0]}}, "step 9 was never begun"),
+        ("begin_step", {"pad_to": [1, 0]}, "SpecStateError: pad_to"),
+    ],
+)
+def test_a_trace_that_disagrees_is_a_difference(tmp_path: Path, kind: str, change: dict[str, Any], says: str) -> None:
+    places: list[int] = []
+
+    def edit(events: list[dict[str, Any]]) -> None:
+        event = first_of(events, kind)
+        event.update(change)
+        places.append(events.index(event) + 1)
+
+    report = replay_file(edited(tmp_path, "class13_cancel_ring", edit))
+    assert not report.ok and report.first_difference is not None
+    assert says in report.first_difference.what
+    assert (report.first_difference.event, report.first_difference.kind) == (places[0], kind)
+
+
+@pytest.mark.parametrize("backend", ["reference", "metadata"])
+def test_a_trace_with_a_hole_never_crashes(tmp_path: Path, backend: Any) -> None:
+    """Any one event left out, or told twice: a report, whatever it says."""
+    name = "class13_written_records_deferred"
+    count = len(golden(name).read_text().splitlines()) - 2
+    reports = [replay_file(edited(tmp_path, name, lambda e, i=i: e.pop(i)), backend=backend) for i in range(count)]
+    reports += [
+        replay_file(edited(tmp_path, name, lambda e, i=i: e.insert(i, e[i])), backend=backend) for i in range(count)
+    ]
+    assert sum(not report.ok for report in reports) > count
+    assert all(report.ok == (report.first_difference is None) for report in reports)
+
+
+def test_the_end_of_a_trace_is_compared_too(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Records that no event folds any more are folded by the replay."""
+    path = edited(tmp_path, "class09_windows_and_singles_ring", lambda events: events.pop())
+    assert replay_file(path).ok
+    monkeypatch.setattr(reference, "fold", lambda *_: None)
+    report = replay_file(path)
+    assert report.first_difference is not None
+    assert (report.first_difference.kind, report.first_difference.event) == ("end", report.events + 1)
+
+
+def test_a_partial_trace_replays_as_far_as_it_goes(tmp_path: Path) -> None:
+    lines = golden("class13_cancel_deferred").read_text().splitlines(keepends=True)
+    path = tmp_path / "partial.jsonl"
+    path.write_text("".join(lines[:15]) + lines[15][:9])
+    with pytest.raises(TraceError, match="line 16"):
+        replay_file(path)
+    report = replay_file(path, partial=True)
+    assert (report.ok, report.events) == (True, 14)
+
+
+def test_a_config_that_cannot_be_built_is_refused(tmp_path: Path) -> None:
+    header, *rest = golden("class13_cancel_ring").read_text().splitlines()
+    fields = json.loads(header)
+    fields["config"]["max_requests"] = 2**50
+    path = tmp_path / "vast.jsonl"
+    path.write_text("\n".join([json.dumps(fields), *rest, ""]))
+    with pytest.raises(TraceError, match=r"vast\.jsonl, line 1: no manager can be built"):
+        replay_file(path)
+
+
+def test_the_command_line_replays(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Patch) -> None:
+    path = golden("class13_new_parameters_ring")
+    assert main(["replay", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"ok": True, "events": 15, "first_difference": None}
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(path.read_bytes()[:-30])
+    assert main(["replay", str(cut)]) == 2
+    conv_history_off_by_one(monkeypatch)
+    assert main(["replay", str(path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["first_difference"]["event"] > 1
+
+
+# -- inputs and the model
+
+
+def test_inputs_are_the_same_on_every_machine(small: StateConfig) -> None:
+    """Pinned: traces that were recorded elsewhere, or earlier, replay on these numbers."""
+    key = life_key(5, Handle("a", 0, 1))
+    inputs = token_inputs(small, [key], [3], [1], layer=1)
+    params = layer_params(small, 5, 0)[1]
+    assert params.conv_weight is not None
+    got = [key, *inputs.qkv[0, :2].tolist(), float(inputs.raw_gate[0, 1, 7]), float(inputs.raw_beta[0, 1])]
+    got += [float(params.A_log[1]), float(params.dt_bias[0, 3]), float(params.conv_weight[9, 2])]
+    assert got == [
+        3964167390,
+        1.7890625,
+        0.59765625,
+        0.234375,
+        -0.322265625,
+        0.7989257574081421,
+        -3.9630916118621826,
+        0.6826800107955933,
+    ]
+
+
+def test_inputs_depend_on_the_token_alone(small: StateConfig) -> None:
+    keys = [life_key(0, Handle(name, 0, generation)) for name, generation in (("a", 1), ("a", 2), ("b", 1))]
+    together = token_inputs(small, [*keys, keys[0], keys[0]], [4, 4, 4, 5, 4], [0, 0, 0, 0, 1], layer=0)
+    alone = token_inputs(small, [keys[2]], [4], [0], layer=0)
+    assert torch.equal(together.qkv[2], alone.qkv[0])
+    assert len({tuple(row.tolist()) for row in together.qkv}) == 5
+    assert not torch.equal(alone.qkv, token_inputs(small, [keys[2]], [4], [0], layer=1).qkv)
+    assert not torch.equal(layer_params(small, 0, 0)[0].A_log, layer_params(small, 0, 1)[0].A_log)
+
+
+def test_inputs_spread_evenly(small: StateConfig) -> None:
+    values = token_inputs(small, [17] * 400, range(400), [0] * 400, layer=0).qkv.flatten() / 2
+    assert values.min() >= -1 and values.max() <= 1  # 1: rounded to bfloat16
+    assert abs(values.mean()) < 0.02
+    assert abs(values.std() - 3**-0.5) < 0.02
+
+
+def test_a_load_is_so_many_first_attempts(small: StateConfig) -> None:
+    model = Model(replay_config(small, False), seed=3)
+    life = model.life(Handle("a", 0, 1), 1)
+    inputs = token_inputs(model.config, [life.key] * 5, range(5), [0] * 5, layer=1)
+    expected = life.layers[1]
+    for index in range(5):
+        expected = model.token(1, expected, inputs, index).after
+    loaded = model.loaded(life, 5)[1]
+    assert torch.equal(loaded.state.recurrent, expected.state.recurrent)
+    assert torch.equal(loaded.state.conv, expected.state.conv)
+    assert (loaded.tolerance, loaded.peak) == (0.0, pytest.approx(expected.peak, rel=0.5))
+    assert 0 < expected.tolerance < 1e-12 * expected.peak
+
+
+def test_replays_shrink(small: StateConfig) -> None:
+    wide = StateConfig(**small.model_dump() | {"num_layers": 7, "path": "reference", "memory_limit_bytes": 2**30})
+    shrunk, full = replay_config(wide, False), replay_config(wide, True)
+    assert (shrunk.num_layers, shrunk.layer.num_heads, shrunk.layer.head_k_dim, shrunk.layer.head_v_dim) == (
+        2,
+        1,
+        16,
+        16,
+    )
+    assert shrunk.checkpoint_dtype == shrunk.activation_dtype == "float64"
+    assert (shrunk.record_capacity, shrunk.num_checkpoints, shrunk.max_query_len) == (16, 2, 4)
+    assert full == StateConfig(**wide.model_dump() | {"path": None, "memory_limit_bytes": None})
+    assert StateManager(shrunk, None, backend="metadata").plan.total_bytes
+    assert Difference(1, "admit", "x").event == TRACE_VERSION
