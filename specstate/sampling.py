@@ -74,7 +74,8 @@ class SampleResult:
     next_token: torch.Tensor
     """[rows] int32: first token of the next window; -1 for a finished row, whose ``tokens`` end with its end token."""
     finished: torch.Tensor
-    """[rows] bool."""
+    """[rows] bool: an end token was listed. A later window of the request counts as 0 accepted, unless it is a prompt
+    row, which says that the prompt goes on: only the caller knows which chunk of a prompt is its last."""
 
     def to_host_async(self) -> HostCopy:
         """Starts a copy into pinned memory, an event behind it, on the current stream. On a CPU it is there at once."""

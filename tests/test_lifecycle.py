@@ -55,6 +55,7 @@ class Row:
     least: int
     entry: int
     inputs: list[LayerInputs]
+    prompt: bool = False
     outputs: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -250,9 +251,9 @@ class Lifecycle(RuleBasedStateMachine):
         inputs = make_inputs(self.config, tokens, self.seed)
         step = OpenStep(self.manager.begin_step(metadata, pad_to), [], inputs)
         start = 0
-        for life, query_len, minimum, entry in zip(chosen, lens, least, entries, strict=True):
+        for life, query_len, minimum, entry, kind in zip(chosen, lens, least, entries, kinds, strict=True):
             window = [tensors[start : start + query_len] for tensors in inputs]
-            row = Row(life, query_len, minimum, entry, window)
+            row = Row(life, query_len, minimum, entry, window, prompt=kind == "prompt")
             if life is not None:
                 life.step = step
                 row.outputs = life.twin.window(window)[1]
@@ -327,7 +328,7 @@ class Lifecycle(RuleBasedStateMachine):
             if life is None:
                 continue
             accepted = min(max(counts[row.entry], row.least), row.query_len)
-            if life.finished:
+            if life.finished and not row.prompt:
                 accepted = 0
                 self.wasted += 1
             else:

@@ -13,6 +13,7 @@ from specstate.backends import Cursor, DeviceCounters, LayerState
 from specstate.batch import Batch
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
+from specstate.kernels import rows as at
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +135,8 @@ class MetadataBackend:
                 self._dropped += 1
                 continue
             accepted = 0
-            if self._finished[record]:
+            # A prompt row says that its request goes on.
+            if self._finished[record] and rows.batch.row_kinds[row] != at.PROMPT:
                 self._wasted += 1
             else:
                 accepted = min(max(counts[row], rows.batch.min_accepted[row]), rows.batch.query_lens[row])

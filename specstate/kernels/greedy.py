@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from specstate.kernels import rows as at
-from specstate.kernels.reference import StepTensors, live_rows
+from specstate.kernels.reference import StepTensors, finished_rows, live_rows
 
 
 def greedy(
@@ -29,7 +29,7 @@ def greedy(
     query_len, least = rows[:, at.QUERY_LEN, None], rows[:, at.MIN_ACCEPTED]
     cursor = cursors[rows[:, at.RECORD_ROW].long()]
     owned = live_rows(rows) & (cursor[:, at.CURSOR_GENERATION] == rows[:, at.GENERATION])
-    was_finished = owned & (cursor[:, at.CURSOR_FINISHED] != 0)
+    was_finished = owned & finished_rows(rows, cursor)
     running = owned & ~was_finished
 
     place = torch.arange(window.length, dtype=torch.int32, device=device)

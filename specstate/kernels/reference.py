@@ -153,10 +153,7 @@ def verify(
     slots, folds = rows[:, at.CHECKPOINT_SLOT].long(), rows[:, at.FOLD_LEN] > 0
     state = layer.recurrent[slots].to(compute)
     records = read_records(layer, rows[:, at.RECORD_ROW], rows[:, at.CHECKPOINT_LEN], rows[:, at.PENDING_LEN])
-    state = fold_records(state, records, params, lower_bound)
-    _write_slots(layer.recurrent, slots, state.to(layer.recurrent.dtype), folds)
-    if layer.conv is not None:
-        _write_slots(layer.conv, slots, read_conv_history(layer, rows[:, at.RECORD_ROW], step.committed_lens), folds)
+    folded = fold_records(state, records, params, lower_bound)
 
     # The window's vectors, [rows, length, H, ..].
     q_unit, k_unit, value = query.to(compute), key.to(compute), value.to(compute)
@@ -168,7 +165,7 @@ def verify(
 
     # One token a round, with [1, .] a token and [rows * H] in front: S k and S q are row vectors times S^T, since torch
     # takes five times as long on a CPU for a product with one column.
-    state, corrections, outputs = state.flatten(0, 1), [], []
+    state, corrections, outputs = folded.flatten(0, 1).clone(), [], []
     vectors = (x.transpose(1, 2).flatten(0, 1).split(1, 1) for x in (decay, q_unit, k_unit, value, strength))
     for g, q, k, v, b in zip(*vectors, strict=True):
         state *= g
@@ -183,11 +180,16 @@ def verify(
     u, o, key, inv_norm = (
         _by_token(window, x) for x in (by_row(corrections), by_row(outputs), key, inv_norm)
     )
+    answered = (live_rows(rows)[window.token_row] & window.token_live)[:, None, None]
+    out.copy_(torch.where(answered, o, 0.0))
+    # All writes come last, the fold at the very end: a verify that fails on the way has folded nothing, so that the
+    # step can be cancelled and the window verified again.
     if layer.conv_ring is not None:
         _write_conv_inputs(step, layer, qkv)
     _write_records(step, layer, u, key, raw_gate, inv_norm)
-    answered = (live_rows(rows)[window.token_row] & window.token_live)[:, None, None]
-    out.copy_(torch.where(answered, o, 0.0))
+    if layer.conv is not None:
+        _write_slots(layer.conv, slots, read_conv_history(layer, rows[:, at.RECORD_ROW], step.committed_lens), folds)
+    _write_slots(layer.recurrent, slots, folded.to(layer.recurrent.dtype), folds)
 
 
 def write_records(
@@ -215,20 +217,21 @@ def accepted_counts(
 ) -> torch.Tensor:
     """[rows] int32 of accepted tokens that ``advance`` may apply: clamped for live rows, 0 for all others.
 
-    ``counts`` [rows] in row order. Counts clamps, rows of another generation, windows of finished requests; sets the
-    finished flag where ``finished`` [rows] bool says so.
+    ``counts`` [rows] in row order. Counts clamps, rows of another generation, windows of finished requests; moves the
+    finished flags to what ``finished`` [rows] bool says, on top of those that stay.
     """
     cursor_rows = rows[:, at.RECORD_ROW].long()
     cursor = cursors[cursor_rows]
     named = live_rows(rows)
     owned = named & (cursor[:, at.CURSOR_GENERATION] == rows[:, at.GENERATION])
-    running = owned & (cursor[:, at.CURSOR_FINISHED] == 0)
+    was_finished = finished_rows(rows, cursor)
+    running = owned & ~was_finished
     bounded = torch.minimum(torch.maximum(counts, rows[:, at.MIN_ACCEPTED]), rows[:, at.QUERY_LEN])
     counters[at.COUNT_CLAMPS] += (running & (bounded != counts)).sum()
     counters[at.COUNT_DROPPED] += (named & ~owned).sum()
     counters[at.COUNT_WASTED] += (owned & ~running).sum()
-    if finished is not None:
-        cursors[cursor_rows, at.CURSOR_FINISHED] = cursor[:, at.CURSOR_FINISHED] | (owned & finished).int()
+    flags = was_finished if finished is None else was_finished | finished
+    cursors[cursor_rows, at.CURSOR_FINISHED] = torch.where(owned, flags.int(), cursor[:, at.CURSOR_FINISHED])
     return torch.where(running, bounded, 0).to(torch.int32)
 
 
@@ -345,6 +348,14 @@ def read_conv_history(layer: LayerStorage, record_rows: torch.Tensor, position: 
 def live_rows(rows: torch.Tensor) -> torch.Tensor:
     """[rows] bool: rows that own a checkpoint slot and a record row. All others never fold and move no cursor."""
     return (rows[:, at.CHECKPOINT_SLOT] > 0) & (rows[:, at.RECORD_ROW] >= 0)
+
+
+def finished_rows(rows: torch.Tensor, cursor: torch.Tensor) -> torch.Tensor:
+    """[rows] bool: windows of requests that have finished, for the rows' own cursors [rows, 4].
+
+    A prompt row says that its request goes on: an end token sampled in the middle of a prompt ended nothing.
+    """
+    return (cursor[:, at.CURSOR_FINISHED] != 0) & (rows[:, at.ROW_KIND] != at.PROMPT)
 
 
 def _valid(records: Records) -> torch.Tensor:

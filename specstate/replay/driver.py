@@ -188,7 +188,7 @@ class Driver:
     def _accept(self, open_step: OpenStep, row: int, life: Life, event: Commit | Defer) -> None:
         """What one row's end must do: the count clamped, or 0 once the request has finished."""
         count, accepted = event.num_accepted[row], 0
-        if life.finished:
+        if life.finished and not open_step.is_prompt(row):
             self._checks.wasted_windows += 1
         else:
             accepted = min(max(count, open_step.least_accepted(row)), open_step.metadata.query_lens[row])

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from specstate.batch import least_accepted
 from specstate.metadata import StepMetadata
 from specstate.replay.checks import Checks, Differs
 from specstate.replay.inputs import TokenInputs, token_inputs
@@ -43,9 +44,11 @@ class OpenStep:
 
     def least_accepted(self, row: int) -> int:
         """Below it a count is clamped."""
-        if self.metadata.row_kinds is not None and self.metadata.row_kinds[row] == "prompt":
-            return self.metadata.query_lens[row]
-        return 1 if self.metadata.min_accepted is None else self.metadata.min_accepted[row]
+        return least_accepted(self.metadata)[row]
+
+    def is_prompt(self, row: int) -> bool:
+        """Whether the row feeds a prompt, which goes on whatever was sampled before."""
+        return self.metadata.row_kinds is not None and self.metadata.row_kinds[row] == "prompt"
 
     def by_entry(self, values: tuple[Any, ...], poison: Any) -> torch.Tensor:
         """Counts or a mask as a caller gives them: entry batch_index[i] for row i, ``poison`` where none may look."""

@@ -1,0 +1,83 @@
+"""`specstate demo` as its command line calls it."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import demo
+
+
+def options(**changes: Any) -> argparse.Namespace:
+    values = {"json": True, "policy": "ring", "window": 8, "max_bytes": 24, "prompt": "0", "dtype": "float32"}
+    return argparse.Namespace(**(values | changes))
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.run(options()) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    report = json.loads(printed.out)
+    assert set(report) == {
+        "outputs_equal",
+        "mean_acceptance_length",
+        "acceptance_per_position",
+        "tokens_per_second",
+        "plain_tokens_per_second",
+        "state_bytes",
+        "snapshot_bytes",
+    }
+    assert report["outputs_equal"] is True
+    assert 1 <= report["mean_acceptance_length"] <= 8
+    assert report["mean_acceptance_length"] == pytest.approx(1 + sum(report["acceptance_per_position"]))
+    assert len(report["acceptance_per_position"]) == 7
+    assert 0 < report["state_bytes"] < report["snapshot_bytes"]
+
+
+def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text("import os\nimport s")
+    prompt = str(tmp_path / "own.py")
+    assert demo.run(options(json=False, window=1, dtype="float64", max_bytes=8, prompt=prompt)) == 0
+    printed = capsys.readouterr().out
+    for piece in ("own.py", "import os", "outputs equal", "target forwards per token", "KiB"):
+        assert piece in printed
+
+
+@pytest.mark.parametrize("policy", ["eager", "deferred"])
+def test_prompt_from_a_file(policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text("def é():\n    return [")
+    assert demo.run(options(policy=policy, prompt=str(tmp_path / "own.py"))) == 0
+    assert json.loads(capsys.readouterr().out)["outputs_equal"] is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": "99"}, "prompt 99 is outside 0..23"),
+        ({"prompt": "-1"}, "prompt -1 is outside 0..23"),
+        ({"prompt": "no/such/file"}, "prompt 'no/such/file' is neither an index nor a file"),
+        ({"prompt": "."}, "prompt '.' is neither"),
+    ],
+)
+def test_bad_prompt(changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.run(options(**changes)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_empty_prompt_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").touch()
+    assert demo.run(options(prompt=str(tmp_path / "empty"))) == 2
+    assert "is empty" in capsys.readouterr().err
+
+
+def test_missing_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts.json").write_text((demo.FOLDER / "prompts.json").read_text())
+    monkeypatch.setattr(demo, "FOLDER", tmp_path)
+    assert demo.run(options()) == 2
+    printed = capsys.readouterr()
+    assert "model.json" in printed.err and printed.err.count("\n") == 1

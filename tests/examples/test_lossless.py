@@ -1,0 +1,109 @@
+"""Speculative decoding on the real model changes no byte of greedy output, and leaves the right state behind.
+
+`examples/lossless.py` does the comparison and runs the long grid; here prompts are cut short, outputs are not.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from decode import decode, make_manager, mean_acceptance_length
+from drafter import NgramDrafter
+from lossless import Plain, Report, compare, plain_decode
+from model import load_model
+
+from .conftest import EXAMPLES
+
+MAX_BYTES = 256
+POLICIES = ("eager", "deferred", "ring")
+
+
+def cut(prompts: list[bytes]) -> list[bytes]:
+    """Nine prompts of 40 to 96 bytes: more than a batch, so that a request enters when the first leaves."""
+    return [prompt[: 96 - 7 * i] for i, prompt in enumerate(prompts[:9])]
+
+
+@pytest.fixture(scope="module")
+def plain(model: Any, prompts: list[bytes]) -> Plain:
+    return plain_decode(model, cut(prompts), MAX_BYTES)
+
+
+@pytest.fixture(scope="module")
+def ties() -> Any:
+    """Ties found in the whole grid."""
+    found: list[int] = []
+    yield found
+    assert sum(found) <= 5
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("window", [1, 4, 8])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_greedy_output_is_the_plain_output(
+    model: Any, plain: Plain, ties: list[int], policy: str, window: int, batch: int
+) -> None:
+    if batch == 1:
+        plain = Plain(plain.prompts[:1], plain.outputs[:1], plain.gaps[:1])
+    report = compare(model, plain, policy, batch, window)
+    ties.append(report.ties)
+    assert not report.failed(torch.float32), report
+
+
+@pytest.fixture(scope="module")
+def float64(prompts: list[bytes]) -> tuple[Any, Plain]:
+    model = load_model(EXAMPLES / "weights", torch.float64)
+    return model, plain_decode(model, cut(prompts)[:3], 96)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_float64_has_no_ties(float64: tuple[Any, Plain], policy: str) -> None:
+    model, plain = float64
+    report = compare(model, plain, policy, batch=2, window=8)
+    assert not report.failed(torch.float64), report
+    assert report.ties == 0
+
+
+def test_mean_acceptance_length(model: Any, prompts: list[bytes]) -> None:
+    """Window 8, eight whole held-out prompts, the bonus token counted."""
+    manager = make_manager(model, 8, 8, "ring")
+    done = decode(model, manager, prompts[:8], MAX_BYTES, NgramDrafter)
+    assert mean_acceptance_length(done.requests) >= 2.5
+    assert manager.num_requests == 0
+
+
+def test_text_is_streamed_and_counted(model: Any, prompts: list[bytes]) -> None:
+    pieces: dict[int, bytes] = {0: b"", 1: b"", 2: b""}
+
+    def collect(index: int, piece: bytes) -> None:
+        pieces[index] += piece
+
+    done = decode(model, make_manager(model, 2, 4, "eager"), [p[:9] for p in prompts[:3]], 20, NgramDrafter, collect)
+    for request in done.requests:
+        assert pieces[request.index] == request.output
+        assert len(request.output) == 1 + sum(request.accepted_counts) == 20
+        assert request.committed_len == 9 + 20 - 1
+    assert done.target_forwards >= max(len(r.accepted_counts) for r in done.requests)
+
+
+def test_a_tie_is_counted_and_the_comparison_goes_on(model: Any, prompts: list[bytes]) -> None:
+    prompt, at, length = prompts[0][:40], 5, 16
+    first = plain_decode(model, [prompt], length)
+    start = first.outputs[0][:at] + b"@"
+    rest = plain_decode(model, [prompt + start], length - at - 1)
+    other = Plain([prompt], [start + rest.outputs[0]], first.gaps.clone())
+    other.gaps[0, at] = 5e-5
+    report = compare(model, other, "ring", batch=1, window=4)
+    assert (report.ties, report.mismatches) == (1, 0)
+
+    other.gaps[0, at] = 5e-4
+    report = compare(model, other, "ring", batch=1, window=4)
+    assert (report.ties, report.mismatches) == (0, 1)
+    assert report.failed(torch.float32)
+
+
+def test_a_wrong_state_is_a_failure() -> None:
+    assert not Report(largest_state_error=9e-6).failed(torch.float32)
+    assert Report(largest_state_error=2e-5).failed(torch.float32)
+    assert Report(largest_state_error=9e-6).failed(torch.float64)
+    assert Report(largest_state_error=float("nan")).failed(torch.float32)
