@@ -18,9 +18,18 @@ class LayerStorage(NamedTuple):
     conv: torch.Tensor | None  # [slots, C, W-1] activation dtype, oldest input first
     conv_ring: torch.Tensor | None  # [record rows, W-1+T, C] activation dtype
     record_u: torch.Tensor  # [record rows, H, R, V] float32, or float64 with float64 checkpoints
-    record_key: torch.Tensor  # [record rows, H, R, K] activation dtype, after conv and SiLU, not normalised
-    record_gate: torch.Tensor  # [record rows, H, R, K] activation dtype, raw
+    record_key_gate: torch.Tensor  # [record rows, H, R, 2, K] activation dtype: see record_key and record_gate
     record_inv_norm: torch.Tensor  # [record rows, H, R] float32, 1/|k|
+
+    @property
+    def record_key(self) -> torch.Tensor:
+        """[record rows, H, R, K], after conv and SiLU, not normalised."""
+        return self.record_key_gate[:, :, :, 0]
+
+    @property
+    def record_gate(self) -> torch.Tensor:
+        """[record rows, H, R, K], raw."""
+        return self.record_key_gate[:, :, :, 1]
 
 
 class Storage:
@@ -57,8 +66,7 @@ class Storage:
                 conv=conv,
                 conv_ring=None if ring is None else ring[i],
                 record_u=own["record_u"][i],
-                record_key=own["record_key_gate"][i, :, :, :, 0],
-                record_gate=own["record_key_gate"][i, :, :, :, 1],
+                record_key_gate=own["record_key_gate"][i],
                 record_inv_norm=own["record_inv_norm"][i],
             )
             for i, (recurrent, conv) in enumerate(views)

@@ -479,7 +479,7 @@ def test_a_verify_that_fails_on_the_way_can_be_cancelled(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(reference, "_by_token", out_of_memory)
+        patch.setattr(reference, "_write_records", out_of_memory)
         with pytest.raises(MemoryError):
             verify_layers(step, inputs, [failing])
     step.cancel()

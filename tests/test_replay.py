@@ -22,7 +22,6 @@ from specstate.replay import Difference, replay_config, replay_file
 from specstate.replay.inputs import layer_params, life_key, token_inputs
 from specstate.replay.model import Model
 from specstate.step import Step
-from specstate.storage import LayerStorage
 from specstate.trace import TraceError
 from specstate.trace.schema import TRACE_VERSION
 
@@ -106,7 +105,7 @@ def fold_forgets_a_record(patch: Patch) -> None:
 
     def fold_records(state: torch.Tensor, records: reference.Records, *rest: Any) -> torch.Tensor:
         if records.u.shape[2] > 1:
-            records = reference.Records(*(x[:, :, 1:] for x in records[:3]), (records.count - 1).clamp(min=0))
+            records = reference.Records(*(x[:, :, 1:] for x in records))
         return right(state, records, *rest)
 
     patch.setattr(reference, "fold_records", fold_records)
@@ -210,13 +209,12 @@ def load_leaves_the_conv_ring(patch: Patch) -> None:
 
 
 def records_that_wrap_are_misread(patch: Patch) -> None:
-    right = reference.read_records
+    right = reference.record_places
 
-    def read_records(layer: LayerStorage, rows: Any, start: torch.Tensor, count: torch.Tensor) -> reference.Records:
-        capacity = layer.record_u.shape[2]
-        return right(layer, rows, torch.where(start % capacity + count > capacity, start + 1, start), count)
+    def record_places(rows: Any, start: torch.Tensor, count: torch.Tensor, capacity: int) -> reference.RecordPlaces:
+        return right(rows, torch.where(start % capacity + count > capacity, start + 1, start), count, capacity)
 
-    patch.setattr(reference, "read_records", read_records)
+    patch.setattr(reference, "record_places", record_places)
 
 
 def ring_folds_a_window_early(patch: Patch) -> None:

@@ -137,9 +137,11 @@ class TensorBackend:
 
     def refresh(self, rows: TensorRows) -> None:
         kernels.refresh(rows.step.rows, self.storage.cursors, folds_in_verify=self._folds_in_verify)
+        rows.step.places = None
 
     def null_row(self, rows: TensorRows, row: int) -> None:
         kernels.null_row(rows.step.rows, row)
+        rows.step.places = None
 
     @torch.no_grad()
     def verify(self, rows: TensorRows, layer: int, inputs: tuple[Any, Any, Any], out: Any, where: str) -> torch.Tensor:

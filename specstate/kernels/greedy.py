@@ -33,8 +33,8 @@ def greedy(
     running = owned & ~was_finished
 
     place = torch.arange(window.length, dtype=torch.int32, device=device)
-    best = logits.argmax(-1).to(torch.int32)[window.gather]  # [rows, length]
-    drafts = draft_tokens.to(torch.int32)[window.gather][:, 1:]
+    best = logits.argmax(-1).to(torch.int32)[window.gather.mT]  # [rows, length]
+    drafts = draft_tokens.to(torch.int32)[window.gather.mT][:, 1:]
     agrees = (drafts == best[:, :-1]) & (place[1:] < query_len)
     accepted = torch.maximum(1 + agrees.int().cumprod(1).sum(1, dtype=torch.int32), least)
 

@@ -12,6 +12,7 @@ were rounded to the activation dtype first: what a verify uses and what a fold r
 Nothing here waits for the device. On a CPU, where looking at a value is free, rows without work are left out.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,11 +32,40 @@ class Window(NamedTuple):
     token_row: torch.Tensor  # [tokens] int64, row of each token; for tokens of no row: any, see token_live
     token_offset: torch.Tensor  # [tokens] int64, place inside its window
     token_live: torch.Tensor  # [tokens] bool, False for padding
-    gather: torch.Tensor  # [rows, length] int64, token of each window entry; entries past query_len repeat a real one
+    gather: torch.Tensor  # [length, rows] int64, token of each window entry; entries past query_len repeat a real one
     length: int  # longest window of the step
 
 
-class StepTensors(NamedTuple):
+class Records(NamedTuple):
+    """Pending records of some rows, newest first; entries past a row's last are zero."""
+
+    u: torch.Tensor  # [rows, H, m, V]
+    key: torch.Tensor  # [rows, H, m, K]
+    gate: torch.Tensor  # [rows, H, m, K] raw
+    valid: torch.Tensor | None  # [rows, 1, m, 1] bool, entries that hold a record; None: all of them
+
+
+class RecordPlaces(NamedTuple):
+    """Ring entries of some rows' pending records, newest first."""
+
+    rows: torch.Tensor  # [rows, 1] int64
+    entries: torch.Tensor  # [rows, m] int64
+    valid: torch.Tensor | None  # [rows, 1, m, 1] bool; None: all of them
+
+
+class Places(NamedTuple):
+    """Where the rows of a step read and write, alike in every layer; made anew when the rows change."""
+
+    slots: torch.Tensor  # [rows] int64, checkpoint slots
+    folds: torch.Tensor  # [rows] bool, rows whose pending records this verify folds
+    pending: RecordPlaces
+    written: torch.Tensor  # [length, rows] int64, record row of each window entry; past query_len the scratch row
+    positions: torch.Tensor  # [length, rows] int64
+    answered: torch.Tensor  # [tokens, 1, 1] bool, tokens whose output is not zero
+
+
+@dataclass(slots=True, eq=False)
+class StepTensors:
     """A step's own device copy of its rows, and what attention and own kernels read."""
 
     rows: torch.Tensor  # [rows, ROW_COLUMNS] int32
@@ -43,15 +73,8 @@ class StepTensors(NamedTuple):
     positions: torch.Tensor  # [tokens] int32
     committed_lens: torch.Tensor  # [rows] int32
     window: Window
-
-
-class Records(NamedTuple):
-    """Pending records of some rows, oldest first; entries past a row's length are zero."""
-
-    u: torch.Tensor  # [rows, H, m, V]
-    key: torch.Tensor  # [rows, H, m, K]
-    gate: torch.Tensor  # [rows, H, m, K] raw
-    lens: torch.Tensor  # [rows] int64
+    folds_in_verify: bool
+    places: Places | None = None  # None: the rows have changed since they were derived
 
 
 def log_decay(raw_gate: torch.Tensor, params: LayerParams, lower_bound: float | None) -> torch.Tensor:
@@ -99,10 +122,11 @@ def begin(
     else:
         offset, positions = torch.zeros_like(token), torch.zeros_like(token)
     steps = torch.arange(length, dtype=torch.int32, device=rows.device)
-    within = torch.minimum(steps, (rows[:, at.QUERY_LEN, None] - 1).clamp(min=0))
-    gather = (rows[:, at.FIRST_TOKEN, None] + within).clamp(max=max(tokens - 1, 0))
-    window = Window(token_row, offset.long(), live, gather.long(), length)
-    return StepTensors(rows, query_start_loc, positions.to(torch.int32), committed, window)
+    within = torch.minimum(steps[:, None], (rows[:, at.QUERY_LEN] - 1).clamp(min=0))
+    gather = (rows[:, at.FIRST_TOKEN] + within).clamp(max=max(tokens - 1, 0))
+    # Past a window, outputs are made and thrown away; the offset only has to point at one.
+    window = Window(token_row, offset.long().clamp(max=max(length - 1, 0)), live, gather.long(), length)
+    return StepTensors(rows, query_start_loc, positions.to(torch.int32), committed, window, folds_in_verify)
 
 
 def refresh(rows: torch.Tensor, cursors: torch.Tensor, *, folds_in_verify: bool) -> None:
@@ -137,59 +161,58 @@ def verify(
 
     qkv [tokens, C] activation dtype, raw_gate [tokens, H, K], raw_beta [tokens, H].
     """
-    rows, window = step.rows, step.window
+    window = step.window
     if not window.gather.numel():
         out.zero_()
         return
+    places = _places(step, layer.record_u.shape[2])
     heads, v_dim, k_dim = layer.recurrent.shape[1:]
     compute = layer.record_u.dtype
-    mixed = _convolve(step, layer, params, qkv, compute)
+    inputs = qkv[window.gather]
+    mixed = _convolve(step, layer, params, inputs)
     query, key, value = (
         x.unflatten(-1, (heads, -1)) for x in mixed.split([heads * k_dim, heads * k_dim, heads * v_dim], -1)
     )
-    raw_gate = raw_gate.to(qkv.dtype)
+    raw_gate = raw_gate[window.gather].to(qkv.dtype)
 
     # The state at each window's first token, [rows, H, V, K].
-    slots, folds = rows[:, at.CHECKPOINT_SLOT].long(), rows[:, at.FOLD_LEN] > 0
-    state = layer.recurrent[slots].to(compute)
-    records = read_records(layer, rows[:, at.RECORD_ROW], rows[:, at.CHECKPOINT_LEN], rows[:, at.PENDING_LEN])
-    folded = fold_records(state, records, params, lower_bound)
+    state = layer.recurrent[places.slots].to(compute)
+    state = fold_records(state, read_records(layer, places.pending), params, lower_bound)
+    folded = state.to(layer.recurrent.dtype, copy=True) if step.folds_in_verify else None
 
-    # The window's vectors, [rows, length, H, ..].
-    q_unit, k_unit, value = query.to(compute), key.to(compute), value.to(compute)
-    inv_norm = inverse_norm(k_unit)
-    q_unit = q_unit * (inverse_norm(q_unit) * k_dim**-0.5)[..., None]
-    k_unit = k_unit * inv_norm[..., None]
-    decay = log_decay(raw_gate[window.gather].to(compute), params, lower_bound).exp()
+    # The window's vectors, token by token: [length, rows, H, ..]; keys and queries side by side, [.., 2, K].
+    unit = torch.stack([key, query], 3).to(compute)
+    inv_norm = inverse_norm(unit)
+    unit *= inv_norm[..., None]
+    unit[..., 1, :] *= k_dim**-0.5
+    value = value.to(compute)
+    decay = log_decay(raw_gate.to(compute), params, lower_bound).exp()
     strength = torch.sigmoid(raw_beta[window.gather].to(compute))[..., None]
 
-    # One token a round, with [1, .] a token and [rows * H] in front: S k and S q are row vectors times S^T, since torch
-    # takes five times as long on a CPU for a product with one column.
-    state, corrections, outputs = folded.flatten(0, 1).clone(), [], []
-    vectors = (x.transpose(1, 2).flatten(0, 1).split(1, 1) for x in (decay, q_unit, k_unit, value, strength))
-    for g, q, k, v, b in zip(*vectors, strict=True):
-        state *= g
-        u = b * (v - torch.bmm(k, state.mT))
-        state.addcmul_(u.mT, k)
+    # Products are row vectors times S^T, since torch takes five times as long on a CPU for a product with one column;
+    # S'q comes with S'k, and S q = S'q + u (k q).
+    state, corrections, remainders = state.flatten(0, 1), [], []
+    wanted = torch.stack([value, torch.zeros_like(value)], 3)
+    for g, kq, vo, b in zip(*(x.flatten(1, 2) for x in (decay, unit, wanted, strength)), strict=True):
+        state *= g[:, None]
+        rest = torch.baddbmm(vo, kq, state.mT, alpha=-1.0)  # v - S'k and -S'q, [rows * H, 2, V]
+        u = rest[:, 0] * b
+        state.addcmul_(u[:, :, None], kq[:, :1])
         corrections.append(u)
-        outputs.append(torch.bmm(q, state.mT))
+        remainders.append(rest[:, 1])
+    u, rest = (torch.stack(x).unflatten(1, (-1, heads)) for x in (corrections, remainders))
+    o = u * unit.prod(3).sum(-1, keepdim=True) - rest
+    out.copy_(torch.where(places.answered, o[window.token_offset, window.token_row], 0.0))
 
-    def by_row(tokens: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(tokens, 1).unflatten(0, (-1, heads)).transpose(1, 2)
-
-    u, o, key, inv_norm = (
-        _by_token(window, x) for x in (by_row(corrections), by_row(outputs), key, inv_norm)
-    )
-    answered = (live_rows(rows)[window.token_row] & window.token_live)[:, None, None]
-    out.copy_(torch.where(answered, o, 0.0))
     # All writes come last, the fold at the very end: a verify that fails on the way has folded nothing, so that the
     # step can be cancelled and the window verified again.
-    if layer.conv_ring is not None:
-        _write_conv_inputs(step, layer, qkv)
-    _write_records(step, layer, u, key, raw_gate, inv_norm)
+    _write_records(places, layer, u, key, raw_gate, inv_norm[..., 0], inputs)
+    if folded is None:
+        return
     if layer.conv is not None:
-        _write_slots(layer.conv, slots, read_conv_history(layer, rows[:, at.RECORD_ROW], step.committed_lens), folds)
-    _write_slots(layer.recurrent, slots, folded.to(layer.recurrent.dtype), folds)
+        history = read_conv_history(layer, step.rows[:, at.RECORD_ROW], step.committed_lens)
+        _write_slots(layer.conv, places.slots, history, places.folds)
+    _write_slots(layer.recurrent, places.slots, folded, places.folds)
 
 
 def write_records(
@@ -201,11 +224,13 @@ def write_records(
     conv_input: torch.Tensor | None,
 ) -> None:
     """Records of the caller's own verify: u [tokens, H, V], key, raw gate [tokens, H, K], conv_input [tokens, C]."""
-    if not step.window.gather.numel():
+    gather = step.window.gather
+    if not gather.numel():
         return
-    if conv_input is not None:
-        _write_conv_inputs(step, layer, conv_input)
-    _write_records(step, layer, u, key, gate, inverse_norm(key.to(layer.record_u.dtype)))
+    inv_norm = inverse_norm(key.to(layer.record_u.dtype))
+    inputs = key if conv_input is None else conv_input  # not read without a conv
+    by_row = (x[gather] for x in (u, key, gate, inv_norm, inputs))
+    _write_records(_places(step, layer.record_u.shape[2]), layer, *by_row)
 
 
 def accepted_counts(
@@ -295,46 +320,50 @@ def read_state(
     """What ``fold`` would write: state [rows, H, V, K] in the compute dtype, conv history [rows, C, W-1] or None."""
     record_row, start, count = (plan[:, c] for c in (at.PLAN_RECORD_ROW, at.PLAN_CHECKPOINT_LEN, at.PLAN_COUNT))
     state = layer.recurrent[plan[:, at.PLAN_SOURCE].long()].to(layer.record_u.dtype)
-    state = fold_records(state, read_records(layer, record_row, start, count), params, lower_bound)
+    records = read_records(layer, record_places(record_row, start, count, layer.record_u.shape[2]))
+    state = fold_records(state, records, params, lower_bound)
     return state, None if layer.conv is None else read_conv_history(layer, record_row, start + count)
 
 
 def fold_records(state: torch.Tensor, records: Records, params: LayerParams, lower_bound: float | None) -> torch.Tensor:
-    """S_0 diag(e^{G_m}) + sum_j u_j (k_j e^{G_m - G_j})^T for state [rows, H, V, K]; the one fold routine.
+    """S_0 diag(e^{G_m}) + sum_j u_j (k_j e^{G_m - G_j})^T for state [rows, H, V, K], in place; the one fold routine.
 
-    Sums of later gates come from a reverse running sum: G_m - G_j as a difference would cancel.
+    Sums of newer gates come from a running sum that starts at the newest: G_m - G_j as a difference would cancel.
     """
     if not records.u.shape[2]:
         return state
     compute = state.dtype
-    key, valid = records.key.to(compute), _valid(records)
+    key = records.key.to(compute)
     key = key * inverse_norm(key)[..., None]
     gate = log_decay(records.gate.to(compute).transpose(1, 2), params, lower_bound).transpose(1, 2)
-    gate = torch.where(valid, gate, 0.0)
-    from_own = gate.flip(2).cumsum(2).flip(2)  # sum of the gates of record j and later, [rows, H, m, K]
-    later = F.pad(from_own[:, :, 1:], (0, 0, 0, 1))
-    decayed, weighted = state * from_own[:, :, :1].exp(), key * later.exp()
-    # decayed + u^T weighted in one pass
-    folded = torch.baddbmm(decayed.flatten(0, 1), records.u.flatten(0, 1).mT, weighted.flatten(0, 1))
-    return folded.view_as(state)
+    if records.valid is not None:
+        gate = torch.where(records.valid, gate, 0.0)
+    from_own = gate.cumsum(2)  # sum of the gates of record j and newer ones, [rows, H, m, K]
+    newer = F.pad(from_own[:, :, :-1], (0, 0, 1, 0))
+    state *= from_own[:, :, -1:].exp()
+    weighted = key * newer.exp()
+    state.flatten(0, 1).baddbmm_(records.u.flatten(0, 1).mT, weighted.flatten(0, 1))
+    return state
 
 
-def read_records(layer: LayerStorage, record_rows: torch.Tensor, start: torch.Tensor, count: torch.Tensor) -> Records:
-    """Records of positions start .. start + count of each row, gathered from the ring; [rows] tensors."""
-    capacity = layer.record_u.shape[2]
-    entries = capacity if count.is_cuda or not count.numel() else int(count.max())
-    ring = (start[:, None] + torch.arange(entries, dtype=start.dtype, device=start.device)) % capacity
-    index = (
-        record_rows.long()[:, None],
-        slice(None),
-        ring.long(),
-    )  # advanced indices apart: the result is [rows, m, H, ..]
-    u, key, gate = (x[index].transpose(1, 2) for x in (layer.record_u, layer.record_key, layer.record_gate))
-    records = Records(u, key, gate, count.long())
-    # Entries that hold no record of this row may hold anything, NaN too.
-    valid = _valid(records)
-    u, key, gate = (torch.where(valid, x, 0.0) for x in (u, key, gate))
-    return Records(u, key, gate, records.lens)
+def record_places(record_rows: torch.Tensor, start: torch.Tensor, count: torch.Tensor, capacity: int) -> RecordPlaces:
+    """The places of positions start .. start + count of each row; [rows] int32 tensors, rings of ``capacity``."""
+    # On a GPU counts are not known here: the whole ring is read, and masked.
+    on_host = not count.is_cuda and count.numel() > 0
+    place = torch.arange(int(count.max()) if on_host else capacity, device=count.device)
+    valid = None if on_host and int(count.min()) == len(place) else (place < count[:, None])[:, None, :, None]
+    return RecordPlaces(record_rows.long()[:, None], ((start + count)[:, None] - 1 - place) % capacity, valid)
+
+
+def read_records(layer: LayerStorage, places: RecordPlaces) -> Records:
+    """The records at ``places``. Entries that hold no record of their row may hold anything, NaN too; they read as 0."""
+    # Rows and entries index dimensions that stand apart, so the result is [rows, m, H, ..], with heads out of place.
+    u, key_gate = (
+        ring[places.rows, :, places.entries].transpose(1, 2) for ring in (layer.record_u, layer.record_key_gate)
+    )
+    if places.valid is not None:
+        u, key_gate = torch.where(places.valid, u, 0.0), torch.where(places.valid[..., None], key_gate, 0.0)
+    return Records(u, key_gate[..., 0, :], key_gate[..., 1, :], places.valid)
 
 
 def read_conv_history(layer: LayerStorage, record_rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -358,62 +387,57 @@ def finished_rows(rows: torch.Tensor, cursor: torch.Tensor) -> torch.Tensor:
     return (cursor[:, at.CURSOR_FINISHED] != 0) & (rows[:, at.ROW_KIND] != at.PROMPT)
 
 
-def _valid(records: Records) -> torch.Tensor:
-    """[rows, 1, m, 1] bool: entries that hold a record."""
-    entries = torch.arange(records.u.shape[2], device=records.u.device)
-    return (entries < records.lens[:, None])[:, None, :, None]
+def _places(step: StepTensors, capacity: int) -> Places:
+    if step.places is None:
+        rows, window = step.rows, step.window
+        record_row, live = rows[:, at.RECORD_ROW], live_rows(rows)
+        place = torch.arange(window.length, device=rows.device)
+        step.places = Places(
+            slots=rows[:, at.CHECKPOINT_SLOT].long(),
+            folds=rows[:, at.FOLD_LEN] > 0,
+            pending=record_places(record_row, rows[:, at.CHECKPOINT_LEN], rows[:, at.PENDING_LEN], capacity),
+            written=torch.where(place[:, None] < rows[:, at.QUERY_LEN], record_row, -1).long(),
+            positions=step.committed_lens + place[:, None],
+            answered=(live[window.token_row] & window.token_live)[:, None, None],
+        )
+    return step.places
 
 
-def _by_token(window: Window, x: torch.Tensor) -> torch.Tensor:
-    """[rows, length, ..] -> [tokens, ..]; padding gets anything."""
-    return x[window.token_row, window.token_offset.clamp(max=window.length - 1)]
-
-
-def _convolve(
-    step: StepTensors, layer: LayerStorage, params: LayerParams, qkv: torch.Tensor, compute: torch.dtype
-) -> torch.Tensor:
-    """q|k|v of the windows after conv and SiLU, [rows, length, C] in the activation dtype."""
-    window_inputs = qkv[step.window.gather]
+def _convolve(step: StepTensors, layer: LayerStorage, params: LayerParams, inputs: torch.Tensor) -> torch.Tensor:
+    """q|k|v of the windows after conv and SiLU, [length, rows, C] in the activation dtype; inputs alike."""
     if layer.conv is None or params.conv_weight is None:
-        return window_inputs
-    history = read_conv_history(layer, step.rows[:, at.RECORD_ROW], step.committed_lens).mT
-    inputs = torch.cat([history, window_inputs], 1).to(compute)  # [rows, W-1+length, C]
+        return inputs
+    history = read_conv_history(layer, step.rows[:, at.RECORD_ROW], step.committed_lens)
+    compute = layer.record_u.dtype
+    taken = torch.cat([history.movedim(2, 0), inputs]).to(compute)  # [W-1+length, rows, C]
     weight = params.conv_weight.to(compute)
-    mixed = inputs.new_zeros(()) if params.conv_bias is None else params.conv_bias.to(compute)
+    mixed = taken.new_zeros(()) if params.conv_bias is None else params.conv_bias.to(compute)
     for tap in range(weight.shape[1]):
-        mixed = mixed + inputs[:, tap : tap + step.window.length] * weight[:, tap]
-    return F.silu(mixed).to(qkv.dtype)
-
-
-def _token_entries(step: StepTensors, ring: int, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Record row [tokens] and ring entry [tokens] that each token writes; padding writes to scratch."""
-    window = step.window
-    record_row = torch.where(window.token_live, step.rows[window.token_row, at.RECORD_ROW], -1)
-    return record_row.long(), ((step.positions + offset) % ring).long()
+        mixed = mixed + taken[tap : tap + len(inputs)] * weight[:, tap]
+    return F.silu(mixed).to(inputs.dtype)
 
 
 def _write_records(
-    step: StepTensors,
+    places: Places,
     layer: LayerStorage,
     u: torch.Tensor,
     key: torch.Tensor,
     gate: torch.Tensor,
     inv_norm: torch.Tensor,
+    inputs: torch.Tensor,
 ) -> None:
-    record_row, entry = _token_entries(step, layer.record_u.shape[2])
+    """Writes [length, rows, ..] of a window into the rings; conv ``inputs`` only where there is a conv."""
+    entry = places.positions % layer.record_u.shape[2]
     for ring, values in (
         (layer.record_u, u),
         (layer.record_key, key),
         (layer.record_gate, gate),
         (layer.record_inv_norm, inv_norm),
     ):
-        ring[record_row, :, entry] = values.to(ring.dtype)
-
-
-def _write_conv_inputs(step: StepTensors, layer: LayerStorage, qkv: torch.Tensor) -> None:
-    assert layer.conv is not None and layer.conv_ring is not None
-    record_row, entry = _token_entries(step, layer.conv_ring.shape[1], layer.conv.shape[-1])
-    layer.conv_ring[record_row, entry] = qkv
+        ring[places.written, :, entry] = values.to(ring.dtype)
+    if layer.conv_ring is not None and layer.conv is not None:
+        entry = (places.positions + layer.conv.shape[-1]) % layer.conv_ring.shape[1]
+        layer.conv_ring[places.written, entry] = inputs
 
 
 def _write_slots(slots_of: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> None:

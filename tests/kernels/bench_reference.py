@@ -2,8 +2,9 @@
 
     python -m tests.kernels.bench_reference
 
-The reference reads its pending records, normalises, computes gates and writes its records; ``naive_recurrent_kda`` is
-handed normalised vectors, log decays and a state that is up to date. Medians, in turns, in one process.
+Both start from the same raw vectors, gates and betas. The reference reads its pending records, and writes its own; fla
+gets a state that is up to date, computes norms and log decays with its own naive functions, then runs
+``naive_recurrent_kda``, whose own time stands beside it. Medians a layer, in turns, in one process.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from specstate import StateManager, StepMetadata
-from tests.factories import make_config, make_inputs, make_params
+from tests.factories import make_config, make_inputs, make_params, verify_all
 
 
 class Shape(NamedTuple):
@@ -30,6 +31,9 @@ class Shape(NamedTuple):
     window: int
     pending: int
 
+
+#: A step derives its rows' places once and uses them in every layer, so one layer alone would pay for all.
+LAYERS = 4
 
 SHAPES = [
     Shape(1, 2, 32, 32, 8, 8),
@@ -56,32 +60,33 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, medians of {repeats}")
     print(
-        f"{'rows':>5} {'heads':>5} {'K':>4} {'V':>4} {'T':>3} {'pending':>7} {'reference ms':>13} {'naive ms':>9} "
-        f"{'ratio':>6}"
+        f"{'rows':>5} {'heads':>5} {'K':>4} {'V':>4} {'T':>3} {'pending':>7} {'reference ms':>13} {'fla ms':>7} "
+        f"{'recurrence ms':>14} {'ratio':>6}"
     )
     for shape in SHAPES:
-        ours, theirs = measure(shape, repeats)
+        ours, theirs, recurrence = measure(shape, repeats)
         rows, heads, k_dim, v_dim, window, pending = shape
         print(
-            f"{rows:5} {heads:5} {k_dim:4} {v_dim:4} {window:3} {pending:7} {ours * 1e3:13.3f} {theirs * 1e3:9.3f} "
-            f"{ours / theirs:6.2f}"
+            f"{rows:5} {heads:5} {k_dim:4} {v_dim:4} {window:3} {pending:7} {ours * 1e3:13.3f} {theirs * 1e3:7.3f} "
+            f"{recurrence * 1e3:14.3f} {ours / theirs:6.2f}"
         )
     return 0
 
 
-def measure(shape: Shape, repeats: int) -> tuple[float, float]:
-    """Median seconds of one layer's verify and of ``naive_recurrent_kda``."""
+def measure(shape: Shape, repeats: int) -> tuple[float, float, float]:
+    """Median seconds a layer: of the reference's verify, of fla from the same inputs, and of its recurrence alone."""
     verify, naive = make_verify(shape), make_naive(shape)
     verify(), naive()
-    pairs = [(verify(), naive()) for _ in range(repeats)]
-    return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
+    times = [(verify(), *naive()) for _ in range(repeats)]
+    ours, theirs, recurrence = (statistics.median(column) for column in zip(*times, strict=True))
+    return ours, theirs, recurrence
 
 
 def make_verify(shape: Shape) -> Callable[[], float]:
     """A function that verifies one window of every row, commits nothing, and returns the seconds that verify took."""
     rows, heads, k_dim, v_dim, window, pending = shape
     config = make_config(
-        num_layers=1,
+        num_layers=LAYERS,
         max_requests=rows,
         num_heads=heads,
         head_k_dim=k_dim,
@@ -98,30 +103,30 @@ def make_verify(shape: Shape) -> Callable[[], float]:
     while left:
         query_len = min(left, config.max_query_len)
         step = manager.begin_step(StepMetadata(handles=handles, query_lens=(query_len,) * rows))
-        inputs = make_inputs(config, rows * query_len, seed=left)[0]
-        step.verify(0, inputs.qkv, inputs.raw_gate, inputs.raw_beta)
+        verify_all(step, make_inputs(config, rows * query_len, seed=left))
         step.defer(torch.full((rows,), query_len))
         left -= query_len
     for handle in handles:
         assert manager._backend.cursor(handle.record_slot).pending_len == pending
     metadata = StepMetadata(handles=handles, query_lens=(window,) * rows)
-    inputs = make_inputs(config, rows * window, seed=0)[0]
+    inputs = make_inputs(config, rows * window, seed=0)
 
     def verify() -> float:
         step = manager.begin_step(metadata)
         start = time.perf_counter()
-        step.verify(0, inputs.qkv, inputs.raw_gate, inputs.raw_beta)
+        verify_all(step, inputs)
         seconds = time.perf_counter() - start
         step.cancel()
-        return seconds
+        return seconds / LAYERS
 
     return verify
 
 
-def make_naive(shape: Shape) -> Callable[[], float]:
-    """A function that runs the same windows through fla-core, and returns the seconds that it took."""
+def make_naive(shape: Shape) -> Callable[[], tuple[float, float]]:
+    """A function that runs the same windows through fla-core; the seconds that it took, and the recurrence alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this machine has no GPU
+        from fla.ops.kda.gate import naive_kda_gate
         from fla.ops.kda.naive import naive_recurrent_kda
 
     rows, heads, k_dim, v_dim, window, _ = shape
@@ -130,15 +135,19 @@ def make_naive(shape: Shape) -> Callable[[], float]:
     def normal(*sizes: int) -> torch.Tensor:
         return torch.randn(rows, window, heads, *sizes, generator=generator)
 
-    query, key = (torch.nn.functional.normalize(normal(k_dim), dim=-1) for _ in range(2))
-    value, decay, strength = normal(v_dim), -normal(k_dim).abs(), normal().sigmoid()
+    raw_query, raw_key, value, raw_gate, raw_beta = normal(k_dim), normal(k_dim), normal(v_dim), normal(k_dim), normal()
+    a_log, dt_bias = torch.zeros(heads), torch.zeros(heads * k_dim)
     state = torch.randn(rows, heads, k_dim, v_dim, generator=generator)
 
-    def naive() -> float:
+    def naive() -> tuple[float, float]:
         start = time.perf_counter()
         with torch.no_grad():
+            query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (raw_query, raw_key))
+            decay, strength = naive_kda_gate(raw_gate, a_log, dt_bias), raw_beta.sigmoid()
+            ready = time.perf_counter()
             naive_recurrent_kda(query, key, value, decay, strength, initial_state=state, output_final_state=True)
-        return time.perf_counter() - start
+        end = time.perf_counter()
+        return end - start, end - ready
 
     return naive
 
