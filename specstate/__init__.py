@@ -13,38 +13,50 @@ from specstate.errors import CapacityError, SpecStateError, StaleHandleError, St
 from specstate.layout import BytePlan, plan_bytes
 
 if TYPE_CHECKING:
+    from specstate.backends import DeviceCounters, LayerState
     from specstate.manager import StateManager
     from specstate.metadata import Handle, StepMetadata
     from specstate.params import LayerParams
-    from specstate.sampling import SamplingParams
-    from specstate.trace import TraceRecorder
+    from specstate.sampling import SampleResult, SamplingParams
+    from specstate.step import Step
+    from specstate.trace import TraceError, TraceRecorder
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BytePlan",
     "CapacityError",
+    "DeviceCounters",
     "Handle",
     "KDALayerSpec",
     "LayerParams",
+    "LayerState",
+    "SampleResult",
     "SamplingParams",
     "SpecStateError",
     "StaleHandleError",
     "StateConfig",
     "StateManager",
+    "Step",
     "StepMetadata",
     "StepOrderError",
+    "TraceError",
     "TraceRecorder",
     "plan_bytes",
     "presets",
 ]
 
 _LAZY = {
+    "DeviceCounters": "specstate.backends",
     "Handle": "specstate.metadata",
     "LayerParams": "specstate.params",
+    "LayerState": "specstate.backends",
+    "SampleResult": "specstate.sampling",
     "SamplingParams": "specstate.sampling",
     "StateManager": "specstate.manager",
+    "Step": "specstate.step",
     "StepMetadata": "specstate.metadata",
+    "TraceError": "specstate.trace",
     "TraceRecorder": "specstate.trace",
 }
 

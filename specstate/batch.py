@@ -68,7 +68,7 @@ def step_batch(metadata: StepMetadata, requests: list[Request | None], shape: tu
     """The columns of a step. Dummy and padded rows own nothing, and no caller-made entry is read for them."""
     query_lens = metadata.query_lens
     kinds = metadata.row_kinds or ("decode",) * len(query_lens)
-    least = least_accepted(metadata)
+    least = metadata.least_accepted
     entries = metadata.batch_index or range(len(query_lens))
     zeros = [0] * (shape[0] - len(requests))
     return Batch(
@@ -81,15 +81,6 @@ def step_batch(metadata: StepMetadata, requests: list[Request | None], shape: tu
         row_kinds=[_ROW_KINDS[kind] for kind in kinds] + [at.DUMMY] * len(zeros),
         num_tokens=shape[1],
     )
-
-
-def least_accepted(metadata: StepMetadata) -> tuple[int, ...]:
-    """The least accepted count of every row: what the metadata says, else 1, else all of a prompt row."""
-    if metadata.min_accepted is not None:
-        return metadata.min_accepted
-    if metadata.row_kinds is None:
-        return (1,) * len(metadata.query_lens)
-    return tuple(n if kind == "prompt" else 1 for kind, n in zip(metadata.row_kinds, metadata.query_lens, strict=True))
 
 
 def flush_batch(requests: list[Request]) -> Batch:

@@ -138,7 +138,7 @@ def _add_demo(commands: Any) -> None:
     demo.add_argument("--window", type=_count, default=8, metavar="T", help="tokens verified in a step (default: 8)")
     demo.add_argument("--max-bytes", type=_count, default=256, metavar="N", help="bytes to decode (default: 256)")
     demo.add_argument(
-        "--prompt", default="0", metavar="WHICH", help="index of a held-out prompt or a file (default: 0)"
+        "--prompt", default="9", metavar="WHICH", help="index of a held-out prompt or a file (default: 9)"
     )
     demo.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of model and state")
 

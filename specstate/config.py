@@ -77,6 +77,21 @@ class StateConfig(_Frozen):
     path: str | None = None
     """Pins the kernels that run; None lets the backend choose."""
 
+    @property
+    def folds_in_verify(self) -> bool:
+        """Pending records are folded by the next verify, in the same pass."""
+        return self.fold_policy == "deferred"
+
+    @property
+    def folds_at_end(self) -> bool:
+        """Accepted records are folded when their step ends."""
+        return self.fold_policy == "eager"
+
+    @property
+    def folds_when_full(self) -> bool:
+        """Records are folded at the end of a step when the next window might not fit: pending + T > R."""
+        return self.fold_policy == "ring"
+
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, data: object) -> object:

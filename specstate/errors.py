@@ -10,7 +10,7 @@ class SpecStateError(ValueError):
 
 
 class CapacityError(SpecStateError):
-    """No free slot, or more memory than the limit allows."""
+    """No free slot."""
 
 
 class StaleHandleError(SpecStateError):

@@ -16,9 +16,12 @@ from specstate.backends import Backend, DeviceCounters, LayerState
 from specstate.backends.metadata import MetadataBackend
 from specstate.backends.tensors import TensorBackend
 from specstate.batch import find_requests, flush_batch, padded_shape, step_batch
+from specstate.capture import Capture
 from specstate.config import StateConfig
 from specstate.errors import CapacityError, SpecStateError, StepOrderError
 from specstate.integrity import check_cursors, check_payloads, check_slots
+from specstate.kernels import Kernels
+from specstate.kernels.reference import ReferenceKernels
 from specstate.layout import BytePlan, plan_bytes
 from specstate.metadata import Handle, StepMetadata
 from specstate.params import LayerParams, check_params
@@ -34,15 +37,18 @@ if TYPE_CHECKING:
 #: Positions are int32 on the device; what remains above it is room for windows.
 MAX_COMMITTED_LEN = 2**31 - 1 - 2**16
 
+#: Kernels that each backend can run; StateConfig.path pins one.
+PATHS: dict[str, tuple[str, ...]] = {"triton": ("portable",), "reference": ("reference",), "metadata": ("metadata",)}
+
 
 class StateManager:
     """Owns the recurrent and conv state of many requests in many KDA layers.
 
-    params: one LayerParams a layer, on ``device`` (backend "metadata": None). backend: "reference" (torch, any device)
-    or "metadata" (no payloads). storage: None, or one (recurrent [slots, H, V, K], conv [slots, C, W-1]) pair of views
-    a layer, slots = num_checkpoints + 1 with slot 0 the null slot, whose memory stays the caller's. recorder: writes
-    every transition to a step trace. debug: checks every rule of ownership at every step and refuses what would
-    otherwise be clamped; it waits for the device.
+    params: one LayerParams a layer, on ``device``; backend "metadata" reads none. backend: "triton" (a GPU, or a CPU
+    under TRITON_INTERPRET=1), "reference" (torch, any device) or "metadata" (no payloads). storage: None, or one
+    (recurrent [slots, H, V, K], conv [slots, C, W-1]) pair of views a layer, slots = num_checkpoints + 1, slot 0 the
+    null slot, whose memory stays the caller's. recorder: writes every transition to a step trace. debug: checks every
+    rule of ownership at every step and refuses what would otherwise be clamped; it waits for the device.
 
     Raises SpecStateError when config, params, storage and backend do not go together. Every method that raises leaves
     the manager as it was. A manager is used by one thread; everything launches on the current stream.
@@ -53,7 +59,7 @@ class StateManager:
         config: StateConfig,
         params: Sequence[LayerParams] | None,
         device: torch.device | str = "cpu",
-        backend: Literal["reference", "metadata"] = "reference",
+        backend: Literal["triton", "reference", "metadata"] = "reference",
         storage: Any = None,
         recorder: "TraceRecorder | None" = None,
         debug: bool = False,
@@ -71,6 +77,7 @@ class StateManager:
         self._generation = 0
         self._next_step = 0
         self._dropped_ends = 0
+        self._captures: dict[tuple[int, int], Capture] = {}
         if recorder is not None:
             recorder.start(config)
 
@@ -183,14 +190,53 @@ class StateManager:
             raise SpecStateError(f"metadata must be StepMetadata, not {type(metadata).__name__}{where}")
         requests = find_requests(metadata, self._requests, self.config, where)
         shape = padded_shape(metadata, pad_to, where)
-        rows = self._backend.begin(step_batch(metadata, requests, shape))
+        batch = step_batch(metadata, requests, shape)
+        capture = self._captures.get(shape) if isinstance(pad_to, tuple) else None
+        if capture is None:
+            rows = self._backend.begin(batch)
+        else:
+            capture.check_free(metadata.num_entries, where)
+            rows = capture.stage(batch)
         self._next_step = index + 1
         host = StepHost(self.config, self._backend, self._recorder, self, self._debug)
-        step = Step(index, metadata, requests, shape, rows, host)
+        step = Step(index, metadata, requests, shape, rows, host, capture)
         self._record("begin_step", step=index, metadata=metadata, pad_to=None if pad_to is None else shape)
         if self._debug:
             self.check_integrity()
         return step
+
+    def warmup(self) -> None:
+        """Compiles every kernel variant that the config can launch, for what is captured later; takes a while."""
+        if isinstance(self._backend, TensorBackend):
+            self._backend.warmup()
+
+    def capture_step(self, rows: int, tokens: int) -> Step:
+        """Inside a CUDA graph's capture: a step of dummy rows over fixed buffers, whose calls go into the graph.
+
+        Verify every layer, sample and end it as wished; none of it changes the lifecycle. Afterwards
+        ``begin_step(meta, pad_to=(rows, tokens))`` stages real rows for the next replay, and ``step.replayed`` follows
+        it. Replay only what a begin_step has staged. A new capture of a size takes the place of the old one. Raises
+        SpecStateError for a wrong size or under ``debug``, StepOrderError outside of a capture.
+        """
+        for name, size in (("rows", rows), ("tokens", tokens)):
+            if type(size) is not int or size < 1:
+                raise SpecStateError(f"capture_step: {name} = {size!r} must be at least 1")
+        if self._debug:
+            raise SpecStateError("capture_step: debug = True waits for the device, which a capture does not allow")
+        backend = self._backend
+        if not isinstance(backend, TensorBackend) or self.device.type != "cuda":
+            raise SpecStateError(f"capture_step needs a GPU, the manager is on {self.device} with {backend.path!r}")
+        if not torch.cuda.is_current_stream_capturing():
+            raise StepOrderError("capture_step must be called while the current stream is capturing a CUDA graph")
+        replaced = self._captures.get((rows, tokens))
+        if replaced is not None and replaced.occupant is not None:
+            raise StepOrderError(f"capture_step: step {replaced.occupant.index} waits for a replay of {(rows, tokens)}")
+        capture = Capture(backend, rows, tokens)
+        host = StepHost(self.config, backend, None, self, False)
+        empty = StepMetadata(handles=(), query_lens=())
+        capture.recorded = Step(-1, empty, [], capture.shape, capture.rows, host)
+        self._captures[capture.shape] = capture
+        return capture.recorded
 
     def flush(self, handles: Sequence[Handle] | None = None) -> None:
         """Folds everything pending of ``handles``, or of all requests; afterwards checkpoints are the committed states.
@@ -292,7 +338,7 @@ class StateManager:
                 raise StepOrderError(
                     f"set_params: request {request.handle.request_id!r} may have pending records; flush first"
                 )
-        self._backend.params = check_params(params, self.config, self.device)
+        self._backend.kernels.bind(check_params(params, self.config, self.device))
         self._record("set_params")
 
     def check_integrity(self) -> None:
@@ -308,19 +354,33 @@ class StateManager:
     # -- inside
 
     def _build_backend(self, backend: object, params: object, storage: object, debug: bool) -> Backend:
-        pinned = self.config.path
-        if backend not in ("reference", "metadata"):
-            raise SpecStateError(f"backend = {backend!r} is not one of 'reference', 'metadata'")
-        if pinned is not None and pinned != backend:
+        if not isinstance(backend, str) or backend not in PATHS:
+            raise SpecStateError(f"backend = {backend!r} is not one of {', '.join(map(repr, PATHS))}")
+        if self.config.path not in (None, *PATHS[backend]):
             raise SpecStateError(
-                f"config.path = {pinned!r} is no path of backend {backend!r}, which has {backend!r} alone"
+                f"config.path = {self.config.path!r} is no path of backend {backend!r}, which has "
+                f"{', '.join(map(repr, PATHS[backend]))}"
+            )
+        if self.config.block_size is not None:
+            raise SpecStateError(
+                f"config.block_size = {self.config.block_size}: no boundary checkpoints in this version"
             )
         if backend == "metadata":
             if storage is not None:
                 raise SpecStateError("storage must be None on backend 'metadata', which holds no payloads")
             return MetadataBackend(self.config)
         checked = check_params(params, self.config, self.device)
-        return TensorBackend(self.config, checked, Storage(self.config, self.device, storage), self.device, debug)
+        if backend == "triton":
+            # Imported where used: the package itself loads no Triton.
+            from specstate.kernels.portable import PortableKernels, check_supported
+
+            check_supported(self.config, self.device)
+            held = Storage(self.config, self.device, storage)
+            kernels: Kernels = PortableKernels(self.config, checked, held)
+        else:
+            held = Storage(self.config, self.device, storage)
+            kernels = ReferenceKernels(self.config, checked, held)
+        return TensorBackend(self.config, kernels, held, self.device, debug)
 
     def _check_layer(self, layer: object) -> None:
         if type(layer) is not int or not 0 <= layer < self.config.num_layers:

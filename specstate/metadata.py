@@ -40,6 +40,25 @@ class StepMetadata(BaseModel):
     batch_index: tuple[int, ...] | None = None
     """Entry of row i in caller-made counts and masks; unique over live rows, by default i. Dummy rows: not read."""
 
+    @property
+    def least_accepted(self) -> tuple[int, ...]:
+        """The least accepted count of every row: ``min_accepted``, else all of a prompt row and 1 of any other."""
+        if self.min_accepted is not None:
+            return self.min_accepted
+        if self.row_kinds is None:
+            return (1,) * len(self.query_lens)
+        return tuple(n if kind == "prompt" else 1 for kind, n in zip(self.row_kinds, self.query_lens, strict=True))
+
+    @property
+    def num_entries(self) -> int:
+        """Entries that caller-made counts and masks must have: one more than the largest that a live row reads."""
+        entries = self.batch_index or range(len(self.handles))
+        return 1 + max((entry for entry, h in zip(entries, self.handles, strict=True) if h is not None), default=-1)
+
+    def is_prompt(self, row: int) -> bool:
+        """Whether ``row`` feeds a prompt."""
+        return self.row_kinds is not None and self.row_kinds[row] == "prompt"
+
     @model_validator(mode="after")
     def _columns_agree(self) -> Self:
         rows = len(self.handles)

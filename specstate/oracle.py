@@ -29,7 +29,10 @@ class OracleToken(NamedTuple):
 
 
 class Oracle:
-    """Token-serial KDA for one rank's heads (section references: Kimi Linear, arXiv 2510.26692)."""
+    """Token-serial KDA for one rank's heads: the recurrence of the Kimi Linear report, arXiv 2510.26692.
+
+    The bounded gate, which that report does not have, is Kimi K3's: ``gate_lower_bound * sigmoid(exp(A_log) x)``.
+    """
 
     def __init__(self, config: StateConfig, params: tuple[LayerParams, ...]) -> None:
         self.spec = config.layer

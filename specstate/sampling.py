@@ -77,6 +77,20 @@ class SampleResult:
     """[rows] bool: an end token was listed. A later window of the request counts as 0 accepted, unless it is a prompt
     row, which says that the prompt goes on: only the caller knows which chunk of a prompt is its last."""
 
+    copied_from: "SampleResult | None" = None
+    """The result inside a CUDA graph that this one was copied from."""
+
+    def copy_for(self, step: "Step") -> "SampleResult":
+        """This result as ``step``'s own: the next replay of the graph that made it leaves the copy alone."""
+        return SampleResult(
+            step,
+            self.num_accepted.clone(),
+            self.tokens.clone(),
+            self.next_token.clone(),
+            self.finished.clone(),
+            copied_from=self,
+        )
+
     def to_host_async(self) -> HostCopy:
         """Starts a copy into pinned memory, an event behind it, on the current stream. On a CPU it is there at once."""
         tensors = {field.name: getattr(self, field.name) for field in fields(HostSample)}

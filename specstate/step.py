@@ -2,7 +2,8 @@
 
     open --verify or write_records, every layer once--> verified --sample, as wished--> commit | defer | cancel
 
-``flush`` comes before the first verify, if at all. ``cancel`` may come at any time before the end.
+``flush`` comes before the first verify, if at all. ``cancel`` may come at any time before the end. A step of a captured
+size is begun, its graph replayed by the caller, and ``replayed`` takes the place of the calls that are in the graph.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from specstate.backends import Backend
-from specstate.batch import least_accepted
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError, StepOrderError
 from specstate.metadata import StepMetadata
@@ -18,6 +18,7 @@ from specstate.requests import Request
 from specstate.sampling import SampleResult
 
 if TYPE_CHECKING:
+    from specstate.capture import Capture
     from specstate.manager import StateManager
     from specstate.trace import TraceRecorder
 
@@ -47,6 +48,7 @@ class Step:
         shape: tuple[int, int],
         rows: Any,
         host: StepHost,
+        capture: "Capture | None" = None,
     ) -> None:
         self.index = index
         """Number of the step in its manager, as in every message about it."""
@@ -55,14 +57,20 @@ class Step:
         """Padding included."""
         self._host = host
         self._rows = rows
+        self._capture = capture  # while the step waits for its replay
         self._requests = requests  # by row; None for dummy rows and, from then on, released requests
-        self._least_len = 1 + max((self._entry(row) for row, r in enumerate(requests) if r is not None), default=-1)
+        self._least_len = metadata.num_entries
         self._num_released = 0
         self._verified = [False] * host.config.num_layers
         self._num_written = 0
         self._flushed = False
         self._sampled: SampleResult | None = None
         self._ended_by: str | None = None
+        self._end_fields: dict[str, Any] = {}
+        self.num_entries: int | None = None
+        """Entries of the caller-made counts that ended it; None without any."""
+        if capture is not None:
+            capture.occupant = self
         for request in requests:
             if request is not None:
                 request.open_step = self
@@ -86,7 +94,7 @@ class Step:
 
     @property
     def committed_lens(self) -> torch.Tensor:
-        """[rows] int32: tokens that each request had committed when the step began; 0 for rows that own nothing."""
+        """[rows] int32: tokens that each request had committed when the step began; 0 for rows that owned nothing."""
         return self._rows.committed_lens
 
     @property
@@ -187,19 +195,39 @@ class Step:
         self._mark_verified(layer)
 
     def replayed(self, what: str) -> None:
-        """Backend "metadata": ``replayed("verify")`` marks all layers as verified in one call.
+        """The graph that holds this step's calls was replayed: moves the lifecycle as the calls would have.
 
-        Raises SpecStateError for another word, StepOrderError on other backends or when a layer has verified already.
+        what: "defer" or "commit" when that is how the graph ends its step, "verify" when the end comes outside of the
+        graph. Backend "metadata": "verify" marks all layers in one call, without a capture. Raises SpecStateError when
+        the graph ended another way, StepOrderError when nothing waits for a replay.
         """
-        if what != "verify":
+        self._check_open("replayed", waiting=True)
+        if self._host.backend.path == "metadata":
+            self._mark_all_verified(what)
+            return
+        capture = self._capture
+        if capture is None or capture.recorded is None:
+            raise StepOrderError(f"replayed({what!r}): the step was begun without a captured size{self._where}")
+        recorded = capture.recorded
+        if what != (recorded._ended_by or "verify"):
             raise SpecStateError(
-                f"replayed({what!r}) is not known; a step without a capture takes 'verify'{self._where}"
+                f"replayed({what!r}): the graph of {capture.shape} ends with {recorded._ended_by or 'verify'!r}"
+                f"{self._where}"
             )
-        if self._host.backend.path != "metadata":
-            raise StepOrderError(
-                f"replayed('verify') needs backend 'metadata' here, this is {self.path!r}{self._where}"
-            )
-        self._check_open("replayed")
+        self._capture = capture.occupant = None
+        self._verified = [True] * len(self._verified)
+        self._record_progress()
+        if what != "verify":
+            self._finish(what, **recorded._end_fields)
+            return
+        # The next replay writes over the captured rows and sample; this step may end after it.
+        self._rows = self._rows.copy()
+        if recorded._sampled is not None:
+            self._sampled = recorded._sampled.copy_for(self)
+
+    def _mark_all_verified(self, what: str) -> None:
+        if what != "verify":
+            raise SpecStateError(f"replayed({what!r}): backend 'metadata' takes 'verify'{self._where}")
         if self.num_verified:
             raise StepOrderError(f"replayed('verify'): {self.num_verified} layers have verified already{self._where}")
         self._verified = [True] * len(self._verified)
@@ -234,16 +262,18 @@ class Step:
     def defer(self, num_accepted: Any, eager: Any = None, finished: Any = None) -> None:
         """Accepts as the fold policy says: "eager" folds now, "deferred" in the next verify, "ring" when R runs short.
 
-        eager [n] bool: rows that fold all they have now. finished [n] bool: requests that end with this window; later
-        windows of theirs count as 0 accepted. Both are indexed by batch_index like num_accepted. For the rest, and for
-        errors, see ``commit``.
+        eager [n] bool: rows that fold all they have now. finished [n] bool: requests that end with this window, beside
+        those that a ``sample`` of this step saw end; later windows of theirs count as 0 accepted. Both are indexed by
+        batch_index like num_accepted. For the rest, and for errors, see ``commit``.
         """
         self._end("defer", num_accepted, eager, finished)
 
     def cancel(self) -> None:
         """Ends the step and commits nothing of its window. Layers that did not verify fold what the others folded."""
-        self._check_open("cancel")
-        if self.num_verified:
+        self._check_open("cancel", waiting=True)
+        if self._capture is not None:
+            self._capture.occupant = None
+        elif self.num_verified:
             self._host.backend.cancel(self._rows, [i for i, done in enumerate(self._verified) if not done])
         self._close("cancel")
         self._record("cancel")
@@ -253,13 +283,17 @@ class Step:
     def null_request(self, request: Request) -> None:
         """The request is being released: its row owns nothing from here on, and its end will be dropped."""
         row = self._requests.index(request)
-        self._host.backend.null_row(self._rows, row)
+        if self._capture is not None:
+            self._capture.null_row(row)
+        else:
+            self._host.backend.null_row(self._rows, row)
         self._requests[row] = None
         self._num_released += 1
 
     def refresh(self) -> None:
-        """Some of its requests were flushed before its first verify."""
-        self._host.backend.refresh(self._rows)
+        """Some of its requests were flushed before its first verify. A replay to come reads the cursors itself."""
+        if self._capture is None:
+            self._host.backend.refresh(self._rows)
 
     # -- inside
 
@@ -267,15 +301,18 @@ class Step:
     def _where(self) -> str:
         return f" (step {self.index})"
 
-    def _entry(self, row: int) -> int:
-        return row if self.metadata.batch_index is None else self.metadata.batch_index[row]
-
     def _live_requests(self) -> list[Request]:
         return [request for request in self._requests if request is not None]
 
-    def _check_open(self, verb: str) -> None:
+    def _check_open(self, verb: str, waiting: bool = False) -> None:
+        """``waiting``: the call is for steps that wait for their replay, too."""
         if self._ended_by is not None:
             raise StepOrderError(f"{verb}: the step was ended by {self._ended_by}{self._where}")
+        if self._capture is not None and not waiting:
+            raise StepOrderError(
+                f"{verb}: the step is staged for the graph of {self._capture.shape}; replay it and call replayed, or "
+                f"cancel{self._where}"
+            )
 
     def _check_layer(self, verb: str, layer: object) -> None:
         self._check_open(verb)
@@ -298,12 +335,12 @@ class Step:
     def _end(self, verb: str, num_accepted: Any, eager: Any, finished: Any) -> None:
         self._check_all_verified(verb)
         backend, rows, least_len, where = self._host.backend, self._rows, self._least_len, self._where
+        num_entries = None
         if isinstance(num_accepted, SampleResult):
-            if num_accepted.step is not self:
-                raise SpecStateError(f"{verb}: num_accepted is the sample of step {num_accepted.step.index}{where}")
-            counts = num_accepted.num_accepted
+            counts = self._own_sample(verb, num_accepted).num_accepted
         else:
-            counts = backend.by_row(rows, backend.check_counts("num_accepted", num_accepted, least_len, where))
+            checked = backend.check_counts("num_accepted", num_accepted, least_len, where)
+            counts, num_entries = backend.by_row(rows, checked), len(checked)
         if eager is not None:
             eager = backend.by_row(rows, backend.check_mask("eager", eager, least_len, where))
         if finished is not None:
@@ -314,22 +351,33 @@ class Step:
         if self._host.debug:
             self._check_counts(verb, [int(count) for count in counts])
         backend.end(rows, counts, True if verb == "commit" else eager, finished)
-        folded = verb == "commit" or self._host.config.fold_policy == "eager"
+        self.num_entries = num_entries
+        self._finish(verb, num_accepted=counts, eager=eager, finished=finished)
+
+    def _finish(self, verb: str, **fields: Any) -> None:
+        """The device has ended the step, or will in stream order: the host follows."""
         for request in self._live_requests():
-            request.may_be_pending = not folded
+            request.may_be_pending = not (verb == "commit" or self._host.config.folds_at_end)
+        self._end_fields = fields
         self._close(verb)
-        self._record(verb, num_accepted=counts, eager=eager, finished=finished)
+        self._record(verb, **fields)
+
+    def _own_sample(self, verb: str, sample: SampleResult) -> SampleResult:
+        """``sample`` if it is of this step; what the graph sampled stands for this step's copy of it."""
+        if sample.step is self:
+            return sample
+        if self._sampled is None or self._sampled.copied_from is not sample:
+            raise SpecStateError(f"{verb}: num_accepted is the sample of step {sample.step.index}{self._where}")
+        return self._sampled
 
     def _check_counts(self, verb: str, counts: list[int]) -> None:
         """Rule 5 under debug: a count out of range is an error. The end of a finished request's window is not read."""
-        kinds = self.metadata.row_kinds
-        for row, request in enumerate(self._requests):
+        for row, (request, least) in enumerate(zip(self._requests, self.metadata.least_accepted, strict=True)):
             if request is None:
                 continue
-            goes_on = kinds is not None and kinds[row] == "prompt"
-            if self._host.backend.cursor(request.handle.record_slot).finished and not goes_on:
+            if self._host.backend.cursor(request.handle.record_slot).finished and not self.metadata.is_prompt(row):
                 continue
-            least, query_len = least_accepted(self.metadata)[row], self.metadata.query_lens[row]
+            query_len = self.metadata.query_lens[row]
             if not least <= counts[row] <= query_len:
                 raise SpecStateError(
                     f"{verb}: num_accepted = {counts[row]} of row {row} is outside {least}..query_lens[{row}] = "

@@ -59,7 +59,6 @@ class MetadataBackend:
 
     def __init__(self, config: StateConfig) -> None:
         self.config = config
-        self._folds_in_verify = config.fold_policy == "deferred"
         slots = config.max_requests
         self._checkpoint_len = [0] * slots
         self._pending_len = [0] * slots
@@ -98,7 +97,7 @@ class MetadataBackend:
         pairs = list(zip(owned, rows.record_rows, strict=True))
         rows.checkpoint_lens = [self._checkpoint_len[record] if own else 0 for own, record in pairs]
         rows.pending_lens = [self._pending_len[record] if own else 0 for own, record in pairs]
-        rows.fold_lens = list(rows.pending_lens) if self._folds_in_verify else [0] * len(pairs)
+        rows.fold_lens = list(rows.pending_lens) if self.config.folds_in_verify else [0] * len(pairs)
 
     def null_row(self, rows: MetadataRows, row: int) -> None:
         rows.checkpoint_slots_list[row], rows.record_rows[row] = 0, -1
@@ -127,7 +126,7 @@ class MetadataBackend:
         return [values[entry] if record >= 0 else 0 for entry, record in pairs]
 
     def end(self, rows: MetadataRows, counts: list[int], fold: Any, finished: list[bool] | None) -> None:
-        policy, capacity, longest = self.config.fold_policy, self.config.record_capacity, self.config.max_query_len
+        config = self.config
         for row, record in enumerate(rows.record_rows):
             if record < 0:
                 continue
@@ -143,9 +142,9 @@ class MetadataBackend:
                 self._clamps += accepted != counts[row]
                 self._finished[record] = finished is not None and bool(finished[row])
             pending = self._pending_len[record] - rows.fold_lens[row] + accepted
-            folds = policy == "eager" or fold is True or (fold is not None and bool(fold[row]))
-            folds = folds or (policy == "ring" and pending + longest > capacity)
-            self._move(record, rows.fold_lens[row], pending, folds)
+            asked = fold is True or (fold is not None and bool(fold[row]))
+            full = config.folds_when_full and pending + config.max_query_len > config.record_capacity
+            self._move(record, rows.fold_lens[row], pending, asked or full or config.folds_at_end)
 
     def cancel(self, rows: MetadataRows, unverified: list[int]) -> None:
         for row, record in enumerate(rows.record_rows):

@@ -1,6 +1,6 @@
 """Payloads on a device: checks what comes in, keeps the storage, launches kernels."""
 
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -10,61 +10,25 @@ from specstate.backends.guard import LayerGuard
 from specstate.batch import Batch
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
-from specstate.kernels import reference as kernels
+from specstate.kernels import Kernels
 from specstate.kernels import rows as at
-from specstate.kernels.greedy import greedy
+from specstate.kernels.cursors import StepTensors, null_row
+from specstate.kernels.reference import read_conv_history
 from specstate.layout import plan_bytes
-from specstate.params import LayerParams
 from specstate.storage import Storage
 from specstate.validation import DTYPES, bits, check_tensor, check_writable, unique_dtypes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorRows:
-    """A step's device rows, and the host's word on how many tokens there are."""
-
-    step: kernels.StepTensors
-    num_tokens: int
-
-    @property
-    def query_start_loc(self) -> torch.Tensor:
-        return self.step.query_start_loc
-
-    @property
-    def positions(self) -> torch.Tensor:
-        return self.step.positions
-
-    @property
-    def committed_lens(self) -> torch.Tensor:
-        return self.step.committed_lens
-
-    @property
-    def checkpoint_slots(self) -> torch.Tensor:
-        return self.step.rows[:, at.CHECKPOINT_SLOT]
-
-    @property
-    def record_slots(self) -> torch.Tensor:
-        return self.step.rows[:, at.RECORD_ROW]
-
-
 class TensorBackend:
-    """The reference kernels over a Storage; see Backend for what each call means."""
-
-    path = "reference"
+    """Checks what comes in and launches ``kernels`` over ``storage``; see Backend for what each call means."""
 
     def __init__(
-        self,
-        config: StateConfig,
-        params: tuple[LayerParams, ...],
-        storage: Storage,
-        device: torch.device,
-        debug: bool,
+        self, config: StateConfig, kernels: Kernels, storage: Storage, device: torch.device, debug: bool
     ) -> None:
-        self.config, self.params, self.storage, self.device = config, params, storage, device
-        self._debug = debug
+        self.config, self.kernels, self.storage, self.device = config, kernels, storage, device
+        self.path = kernels.path
         self.allocated_bytes = storage.allocated_bytes
-        self._bound = config.layer.gate_lower_bound
-        self._folds_in_verify = config.fold_policy == "deferred"
+        self._debug = debug
         self._activation = DTYPES[config.activation_dtype]
         self._compute = storage.layers[0].record_u.dtype
 
@@ -105,46 +69,52 @@ class TensorBackend:
 
     # -- a step
 
-    def begin(self, batch: Batch) -> TensorRows:
-        starts = [0]
-        for query_len in batch.query_lens:
-            starts.append(starts[-1] + query_len)
-        columns = zip(
+    def begin(self, batch: Batch) -> StepTensors:
+        self.kernels.check_storage("")
+        # Ordinary tensors even under inference mode: a release may null a row outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            staged = self._to_device(self.staged_columns(batch))
+            length = max(batch.query_lens, default=0)
+            return self.kernels.begin(staged, len(batch.query_lens), batch.num_tokens, length)
+
+    def staged_columns(self, batch: Batch) -> list[int]:
+        """What one copy carries to the device: the row columns, then query_start_loc."""
+        starts = [0, *accumulate(batch.query_lens)]
+        columns = (
             batch.checkpoint_slots,
             batch.record_rows,
-            starts,
+            starts[:-1],
             batch.query_lens,
             batch.generations,
             batch.min_accepted,
             batch.batch_index,
             batch.row_kinds,
-            strict=False,
         )
-        # Ordinary tensors even under inference mode: a release may null a row outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            # One copy carries the row columns and the starts.
-            flat = self._to_device([*starts, *(entry for row in columns for entry in row)])
-            rows = len(batch.query_lens)
-            step = kernels.begin(
-                flat[rows + 1 :].view(rows, at.STAGED_COLUMNS),
-                flat[: rows + 1],
-                tokens=batch.num_tokens,
-                length=max(batch.query_lens, default=0),
-                cursors=self.storage.cursors,
-                folds_in_verify=self._folds_in_verify,
-            )
-        return TensorRows(step, batch.num_tokens)
+        return [*(entry for row in zip(*columns, strict=True) for entry in row), *starts]
 
-    def refresh(self, rows: TensorRows) -> None:
-        kernels.refresh(rows.step.rows, self.storage.cursors, folds_in_verify=self._folds_in_verify)
-        rows.step.places = None
+    def capture(self, num_rows: int, num_tokens: int) -> tuple[torch.Tensor, StepTensors]:
+        """Buffers for steps of one size inside a CUDA graph: staged columns, and the rows that its first node makes."""
+        size = num_rows * at.STAGED_COLUMNS + num_rows + 1
+        # Not filled here: under capture that would become part of the graph, and undo every staging.
+        staged = torch.empty(size, dtype=torch.int32, device=self.device)
+        return staged, self.kernels.begin(staged, num_rows, num_tokens, self.config.max_query_len)
 
-    def null_row(self, rows: TensorRows, row: int) -> None:
-        kernels.null_row(rows.step.rows, row)
-        rows.step.places = None
+    def null_staged_row(self, staged: torch.Tensor, num_rows: int, row: int) -> None:
+        """``null_row`` for a step that waits for its replay."""
+        null_row(staged[: num_rows * at.STAGED_COLUMNS].view(num_rows, at.STAGED_COLUMNS), row)
+
+    def warmup(self) -> None:
+        """Compiles every kernel that the config can launch."""
+        self.kernels.warmup()
+
+    def refresh(self, rows: StepTensors) -> None:
+        self.kernels.refresh(rows)
+
+    def null_row(self, rows: StepTensors, row: int) -> None:
+        self.kernels.null_row(rows, row)
 
     @torch.no_grad()
-    def verify(self, rows: TensorRows, layer: int, inputs: tuple[Any, Any, Any], out: Any, where: str) -> torch.Tensor:
+    def verify(self, rows: StepTensors, layer: int, inputs: tuple[Any, Any, Any], out: Any, where: str) -> torch.Tensor:
         spec, tokens, device = self.config.layer, rows.num_tokens, self.device
         wide = unique_dtypes(self._activation, torch.float32, self._compute)
         qkv = check_tensor("qkv", inputs[0], (tokens, spec.conv_channels), [self._activation], device, where)
@@ -155,14 +125,16 @@ class TensorBackend:
             out = torch.empty(shape, dtype=self._activation, device=device)
         check_tensor("out", out, shape, unique_dtypes(self._activation, torch.float32), device, where)
         check_writable("out", out, where)
-        guard = LayerGuard(self.storage.layers[layer], rows.step.rows) if self._debug else None
-        kernels.verify(rows.step, self.storage.layers[layer], self.params[layer], self._bound, qkv, gate, beta, out)
+        for name, tensor in (("qkv", qkv), ("raw_gate", gate), ("raw_beta", beta), ("out", out)):
+            self.kernels.check_layout(name, tensor, where)
+        guard = LayerGuard(self.storage.layers[layer], rows.rows) if self._debug else None
+        self.kernels.verify(rows, layer, qkv, gate, beta, out)
         if guard is not None:
             guard.check(f"verify of layer {layer}{where}")
         return out
 
     @torch.no_grad()
-    def write_records(self, rows: TensorRows, layer: int, records: tuple[Any, Any, Any, Any], where: str) -> None:
+    def write_records(self, rows: StepTensors, layer: int, records: tuple[Any, Any, Any, Any], where: str) -> None:
         spec, tokens, device = self.config.layer, rows.num_tokens, self.device
         heads, k_dim, v_dim = spec.num_heads, spec.head_k_dim, spec.head_v_dim
         u, key, gate, conv_input = records
@@ -174,11 +146,11 @@ class TensorBackend:
                 raise SpecStateError(f"conv_input must be None when conv_kernel_size is None{where}")
         else:
             check_tensor("conv_input", conv_input, (tokens, spec.conv_channels), [self._activation], device, where)
-        kernels.write_records(rows.step, self.storage.layers[layer], u, key, gate, conv_input)
+        self.kernels.write_records(rows, layer, u, key, gate, conv_input)
 
     @torch.no_grad()
     def sample(
-        self, rows: TensorRows, target_logits: Any, draft_tokens: Any, where: str
+        self, rows: StepTensors, target_logits: Any, draft_tokens: Any, where: str
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         floats = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
         check_tensor("target_logits", target_logits, (rows.num_tokens, None), floats, self.device, where)
@@ -186,10 +158,7 @@ class TensorBackend:
             raise SpecStateError(f"target_logits has an empty vocabulary{where}")
         integers = (torch.int64, torch.int32)
         check_tensor("draft_tokens", draft_tokens, (rows.num_tokens,), integers, self.device, where)
-        storage = self.storage
-        return greedy(
-            rows.step, target_logits, draft_tokens, storage.cursors, storage.end_tokens, self.config.max_query_len
-        )
+        return self.kernels.greedy(rows, target_logits, draft_tokens)
 
     def check_counts(self, name: str, values: Any, least_len: int, where: str) -> torch.Tensor:
         check_tensor(name, values, (None,), (torch.int32, torch.int64), self.device, where)
@@ -199,31 +168,24 @@ class TensorBackend:
         check_tensor(name, values, (None,), (torch.bool,), self.device, where)
         return _check_len(name, values, least_len, where)
 
-    def by_row(self, rows: TensorRows, values: torch.Tensor) -> torch.Tensor:
+    def by_row(self, rows: StepTensors, values: torch.Tensor) -> torch.Tensor:
         if not len(values):  # no live row, so no entry is read
-            return values.new_zeros(rows.step.rows.shape[0])
-        entry = rows.step.rows[:, at.BATCH_INDEX].long().clamp(max=len(values) - 1)
+            return values.new_zeros(rows.rows.shape[0])
+        entry = rows.rows[:, at.BATCH_INDEX].long().clamp(max=len(values) - 1)
         return values[entry]
 
     @torch.no_grad()
-    def end(self, rows: TensorRows, counts: torch.Tensor, fold: Any, finished: torch.Tensor | None) -> None:
-        table, storage, policy = rows.step.rows, self.storage, self.config.fold_policy
-        accepted = kernels.accepted_counts(table, counts, finished, storage.cursors, storage.counters)
-        folds = True if policy == "eager" else False if fold is None else fold
-        self._advance_and_fold(table, accepted, folds, self.config.record_capacity if policy == "ring" else None)
+    def end(self, rows: StepTensors, counts: torch.Tensor, fold: Any, finished: torch.Tensor | None) -> None:
+        self.kernels.end(rows, counts, self.config.folds_at_end or (fold is not None and fold), finished)
 
     @torch.no_grad()
-    def cancel(self, rows: TensorRows, unverified: list[int]) -> None:
-        table = rows.step.rows
-        self._fold(kernels.verify_fold_plan(table), unverified)
-        self._advance(table, torch.zeros_like(table[:, 0]), False, None)
+    def cancel(self, rows: StepTensors, unverified: list[int]) -> None:
+        if self.config.folds_in_verify:
+            self.kernels.cancel(rows, unverified)
 
     @torch.no_grad()
-    def flush(self, rows: TensorRows) -> None:
-        # Whatever verify would have folded is folded here instead, so it must not count as folded already.
-        table = rows.step.rows
-        table[:, at.FOLD_LEN] = 0
-        self._advance_and_fold(table, torch.zeros_like(table[:, 0]), True, None)
+    def flush(self, rows: StepTensors) -> None:
+        self.kernels.flush(rows)
 
     # -- looking at it
 
@@ -237,8 +199,8 @@ class TensorBackend:
         start, count = cursor.checkpoint_len, cursor.pending_len
         if folded_by_verify:
             start, count = start + count, 0
-        plan = self._to_device([[checkpoint_slot, checkpoint_slot, record_row, start, count]])
-        recurrent, conv = kernels.read_state(plan, self.storage.layers[layer], self.params[layer], self._bound)
+        plan = self._to_device([[checkpoint_slot, checkpoint_slot, record_row, start, count, 0, 0]])
+        recurrent, conv = self.kernels.read_state(plan, layer)
         return LayerState(recurrent[0], None if conv is None else conv[0])
 
     def counters(self) -> DeviceCounters:
@@ -267,7 +229,7 @@ class TensorBackend:
                 if cursor.pending_len and not folded_by_verify:
                     continue
                 position = self._to_device([cursor.checkpoint_len + cursor.pending_len])
-                ring = kernels.read_conv_history(layer, self._to_device([record_row]), position)[0]
+                ring = read_conv_history(layer, self._to_device([record_row]), position)[0]
                 if not torch.equal(bits(ring), bits(layer.conv[checkpoint_slot])):
                     raise SpecStateError(
                         f"layer {index}: conv history of checkpoint slot {checkpoint_slot} differs from the conv ring "
@@ -275,20 +237,6 @@ class TensorBackend:
                     )
 
     # -- inside
-
-    def _advance_and_fold(
-        self, table: torch.Tensor, accepted: torch.Tensor, fold: torch.Tensor | bool, capacity: int | None
-    ) -> None:
-        self._fold(self._advance(table, accepted, fold, capacity), range(self.config.num_layers))
-
-    def _advance(
-        self, table: torch.Tensor, accepted: torch.Tensor, fold: torch.Tensor | bool, capacity: int | None
-    ) -> torch.Tensor:
-        return kernels.advance(table, accepted, fold, self.storage.cursors, capacity, self.config.max_query_len)
-
-    def _fold(self, plan: torch.Tensor, layers: Any) -> None:
-        for layer in layers:
-            kernels.fold(plan, self.storage.layers[layer], self.params[layer], self._bound)
 
     def _check_states(self, states: Any) -> None:
         if not isinstance(states, list | tuple) or len(states) != self.config.num_layers:

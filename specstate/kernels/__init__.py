@@ -1,1 +1,96 @@
 """Kernels and their launchers. Nothing in here knows the manager, a request or a handle: rows in, tensors out."""
+
+from typing import Protocol
+
+import torch
+
+from specstate.kernels.cursors import StepTensors
+from specstate.params import LayerParams
+
+Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Kernels(Protocol):
+    """What a backend launches, bound to one manager's storage and parameters. Arguments have been checked.
+
+    ``step`` is what ``begin`` made; rows that own nothing never fold, move no cursor, and read zero.
+    """
+
+    path: str
+
+    def bind(self, params: tuple[LayerParams, ...]) -> None:
+        """Other parameters from now on."""
+        ...
+
+    def warmup(self) -> None:
+        """Compiles whatever the config can launch, so that nothing compiles under a graph's capture."""
+        ...
+
+    def check_storage(self, where: str) -> None:
+        """Raises SpecStateError when the storage no longer lies where the kernels were bound to it."""
+        ...
+
+    def begin(self, staged: torch.Tensor, num_rows: int, num_tokens: int, length: int) -> StepTensors:
+        """The step's rows from ``staged`` int32: [num_rows, STAGED_COLUMNS], then query_start_loc [num_rows + 1].
+
+        ``length``: the longest window.
+        """
+        ...
+
+    def refresh(self, step: StepTensors) -> None:
+        """Reads the cursors into the rows again."""
+        ...
+
+    def null_row(self, step: StepTensors, row: int) -> None:
+        """The row owns nothing from here on."""
+        ...
+
+    def check_layout(self, name: str, tensor: torch.Tensor, where: str) -> None:
+        """Raises SpecStateError for an argument whose strides these kernels cannot follow."""
+        ...
+
+    def verify(
+        self,
+        step: StepTensors,
+        layer: int,
+        qkv: torch.Tensor,
+        raw_gate: torch.Tensor,
+        raw_beta: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """A window of one layer: qkv [tokens, C], raw_gate [tokens, H, K], raw_beta [tokens, H], out [tokens, H, V]."""
+        ...
+
+    def write_records(
+        self,
+        step: StepTensors,
+        layer: int,
+        u: torch.Tensor,
+        key: torch.Tensor,
+        gate: torch.Tensor,
+        conv_input: torch.Tensor | None,
+    ) -> None:
+        """Records of the caller's own: u [tokens, H, V], key and gate [tokens, H, K], conv_input [tokens, C]."""
+        ...
+
+    def greedy(self, step: StepTensors, logits: torch.Tensor, draft_tokens: torch.Tensor) -> Sampled:
+        """num_accepted [rows], tokens [rows, T], next_token [rows] int32 and finished [rows] bool."""
+        ...
+
+    def end(
+        self, step: StepTensors, counts: torch.Tensor, fold: torch.Tensor | bool, finished: torch.Tensor | None
+    ) -> None:
+        """Accepts ``counts`` [rows], moves the cursors, folds what ``fold`` ([rows] bool, or one answer) or R asks."""
+        ...
+
+    def cancel(self, step: StepTensors, unverified: list[int]) -> None:
+        """Folds in the unverified layers what verify folded in the others, and moves the cursors past it."""
+        ...
+
+    def flush(self, step: StepTensors) -> None:
+        """Folds all that is pending of the rows; ``refresh`` them before they are used again."""
+        ...
+
+    def read_state(self, plan: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What a fold of ``plan`` would write: [rows, H, V, K] in the compute dtype, [rows, C, W-1] or None."""
+        ...

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from specstate.kernels import rows as at
-from specstate.kernels.reference import StepTensors, finished_rows, live_rows
+from specstate.kernels.cursors import StepTensors, finished_rows, owned_rows
 
 
 def greedy(
@@ -22,13 +22,14 @@ def greedy(
     [rows] bool. A row ends with its end token if one is listed; the accepted count is then cut behind it.
     """
     rows, window = step.rows, step.window
+    assert window is not None
     num_rows, device = rows.shape[0], rows.device
     if not window.gather.numel():
         empty = torch.zeros(num_rows, dtype=torch.int32, device=device)
         return empty, empty.new_full((num_rows, max_query_len), -1), empty - 1, empty.bool()
     query_len, least = rows[:, at.QUERY_LEN, None], rows[:, at.MIN_ACCEPTED]
     cursor = cursors[rows[:, at.RECORD_ROW].long()]
-    owned = live_rows(rows) & (cursor[:, at.CURSOR_GENERATION] == rows[:, at.GENERATION])
+    owned = owned_rows(rows, cursor)
     was_finished = owned & finished_rows(rows, cursor)
     running = owned & ~was_finished
 

@@ -12,28 +12,119 @@ were rounded to the activation dtype first: what a verify uses and what a fold r
 Nothing here waits for the device. On a CPU, where looking at a value is free, rows without work are left out.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from specstate.config import StateConfig
+from specstate.kernels import Sampled, cursors
 from specstate.kernels import rows as at
+from specstate.kernels.cursors import StepTensors, Window
+from specstate.kernels.greedy import greedy
 from specstate.params import LayerParams
-from specstate.storage import LayerStorage
+from specstate.storage import LayerStorage, Storage
 
 #: Added to |k|^2 and |q|^2 before the root (design of the layer; fla-core's l2norm uses the same).
 NORM_EPS = 1e-6
 
 
-class Window(NamedTuple):
-    """Where the tokens of a step lie; fixed when the step begins, the same for every layer."""
+class ReferenceKernels:
+    """The kernels of one manager, bound to its storage and parameters; see Kernels for what each call means."""
 
-    token_row: torch.Tensor  # [tokens] int64, row of each token; for tokens of no row: any, see token_live
-    token_offset: torch.Tensor  # [tokens] int64, place inside its window
-    token_live: torch.Tensor  # [tokens] bool, False for padding
-    gather: torch.Tensor  # [length, rows] int64, token of each window entry; entries past query_len repeat a real one
-    length: int  # longest window of the step
+    path = "reference"
+
+    def __init__(self, config: StateConfig, params: tuple[LayerParams, ...], storage: Storage) -> None:
+        self.config, self.params, self.storage = config, params, storage
+        self._bound = config.layer.gate_lower_bound
+
+    def bind(self, params: tuple[LayerParams, ...]) -> None:
+        self.params = params
+
+    def warmup(self) -> None:
+        """Nothing to compile."""
+
+    def check_storage(self, where: str) -> None:
+        """Nothing to check: tensors are looked up anew in every call."""
+
+    def begin(self, staged: torch.Tensor, num_rows: int, num_tokens: int, length: int) -> StepTensors:
+        columns = num_rows * at.STAGED_COLUMNS
+        return cursors.begin(
+            staged[:columns].view(num_rows, at.STAGED_COLUMNS),
+            staged[columns:],
+            tokens=num_tokens,
+            length=length,
+            cursors=self.storage.cursors,
+            folds_in_verify=self.config.folds_in_verify,
+        )
+
+    def check_layout(self, name: str, tensor: torch.Tensor, where: str) -> None:
+        """Torch follows any strides."""
+
+    def refresh(self, step: StepTensors) -> None:
+        cursors.refresh(step.rows, self.storage.cursors, folds_in_verify=self.config.folds_in_verify)
+        step.places = None
+
+    def null_row(self, step: StepTensors, row: int) -> None:
+        cursors.null_row(step.rows, row)
+        step.places = None
+
+    def verify(
+        self,
+        step: StepTensors,
+        layer: int,
+        qkv: torch.Tensor,
+        raw_gate: torch.Tensor,
+        raw_beta: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        verify(step, self.storage.layers[layer], self.params[layer], self._bound, qkv, raw_gate, raw_beta, out)
+
+    def write_records(
+        self,
+        step: StepTensors,
+        layer: int,
+        u: torch.Tensor,
+        key: torch.Tensor,
+        gate: torch.Tensor,
+        conv_input: torch.Tensor | None,
+    ) -> None:
+        write_records(step, self.storage.layers[layer], u, key, gate, conv_input)
+
+    def greedy(self, step: StepTensors, logits: torch.Tensor, draft_tokens: torch.Tensor) -> Sampled:
+        storage = self.storage
+        return greedy(step, logits, draft_tokens, storage.cursors, storage.end_tokens, self.config.max_query_len)
+
+    def end(
+        self, step: StepTensors, counts: torch.Tensor, fold: torch.Tensor | bool, finished: torch.Tensor | None
+    ) -> None:
+        accepted = cursors.accepted_counts(step.rows, counts, finished, self.storage.cursors, self.storage.counters)
+        capacity = self.config.record_capacity if self.config.folds_when_full else None
+        self._fold(self._advance(step, accepted, fold, capacity), range(self.config.num_layers))
+
+    def cancel(self, step: StepTensors, unverified: list[int]) -> None:
+        self._fold(cursors.verify_fold_plan(step.rows), unverified)
+        self._advance(step, torch.zeros_like(step.rows[:, 0]), False, None)
+
+    def flush(self, step: StepTensors) -> None:
+        # Whatever verify would have folded is folded here instead, so it must not count as folded already.
+        step.rows[:, at.FOLD_LEN] = 0
+        plan = self._advance(step, torch.zeros_like(step.rows[:, 0]), True, None)
+        self._fold(plan, range(self.config.num_layers))
+
+    def read_state(self, plan: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return read_state(plan, self.storage.layers[layer], self.params[layer], self._bound)
+
+    def _advance(
+        self, step: StepTensors, accepted: torch.Tensor, fold: torch.Tensor | bool, capacity: int | None
+    ) -> torch.Tensor:
+        longest = self.config.max_query_len
+        return cursors.advance(step.rows, accepted, fold, self.storage.cursors, capacity, longest)
+
+    def _fold(self, plan: torch.Tensor, layers: Iterable[int]) -> None:
+        for layer in layers:
+            fold(plan, self.storage.layers[layer], self.params[layer], self._bound)
 
 
 class Records(NamedTuple):
@@ -64,19 +155,6 @@ class Places(NamedTuple):
     answered: torch.Tensor  # [tokens, 1, 1] bool, tokens whose output is not zero
 
 
-@dataclass(slots=True, eq=False)
-class StepTensors:
-    """A step's own device copy of its rows, and what attention and own kernels read."""
-
-    rows: torch.Tensor  # [rows, ROW_COLUMNS] int32
-    query_start_loc: torch.Tensor  # [rows + 1] int32
-    positions: torch.Tensor  # [tokens] int32
-    committed_lens: torch.Tensor  # [rows] int32
-    window: Window
-    folds_in_verify: bool
-    places: Places | None = None  # None: the rows have changed since they were derived
-
-
 def log_decay(raw_gate: torch.Tensor, params: LayerParams, lower_bound: float | None) -> torch.Tensor:
     """g [..., H, K] <= 0 from the raw gate [..., H, K]; the one gate function of verify and fold."""
     rate = params.A_log.to(raw_gate.dtype).exp()[:, None]
@@ -93,60 +171,6 @@ def inverse_norm(vectors: torch.Tensor) -> torch.Tensor:
     return (vectors.square().sum(-1) + NORM_EPS).rsqrt()
 
 
-def begin(
-    staged: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    tokens: int,
-    length: int,
-    cursors: torch.Tensor,
-    *,
-    folds_in_verify: bool,
-) -> StepTensors:
-    """The row-record kernel: joins the host's columns with the cursors.
-
-    ``staged`` [rows, STAGED_COLUMNS] int32, ``query_start_loc`` [rows + 1] int32, ``tokens`` the padded token count,
-    ``length`` the longest window.
-    """
-    rows = F.pad(staged, (0, at.ROW_COLUMNS - at.STAGED_COLUMNS))
-    refresh(rows, cursors, folds_in_verify=folds_in_verify)
-    committed = rows[:, at.CHECKPOINT_LEN] + rows[:, at.PENDING_LEN]
-
-    token = torch.arange(tokens, dtype=torch.int32, device=rows.device)
-    # Padded rows start and end at the real token count, so the first end beyond a token is that of its own row.
-    row_of = torch.searchsorted(query_start_loc[1:], token, right=True)
-    live = row_of < rows.shape[0]
-    token_row = row_of.clamp(max=max(rows.shape[0] - 1, 0))
-    if rows.shape[0] and tokens:
-        offset = token - rows[token_row, at.FIRST_TOKEN]
-        positions = torch.where(live, committed[token_row] + offset, 0)
-    else:
-        offset, positions = torch.zeros_like(token), torch.zeros_like(token)
-    steps = torch.arange(length, dtype=torch.int32, device=rows.device)
-    within = torch.minimum(steps[:, None], (rows[:, at.QUERY_LEN] - 1).clamp(min=0))
-    gather = (rows[:, at.FIRST_TOKEN] + within).clamp(max=max(tokens - 1, 0))
-    # Past a window, outputs are made and thrown away; the offset only has to point at one.
-    window = Window(token_row, offset.long().clamp(max=max(length - 1, 0)), live, gather.long(), length)
-    return StepTensors(rows, query_start_loc, positions.to(torch.int32), committed, window, folds_in_verify)
-
-
-def refresh(rows: torch.Tensor, cursors: torch.Tensor, *, folds_in_verify: bool) -> None:
-    """Reads the cursors of live rows into ``rows``; null rows read as 0."""
-    cursor = cursors[rows[:, at.RECORD_ROW].long()]
-    live = live_rows(rows) & (cursor[:, at.CURSOR_GENERATION] == rows[:, at.GENERATION])
-    pending = torch.where(live, cursor[:, at.CURSOR_PENDING_LEN], 0)
-    rows[:, at.CHECKPOINT_LEN] = torch.where(live, cursor[:, at.CURSOR_CHECKPOINT_LEN], 0)
-    rows[:, at.PENDING_LEN] = pending
-    rows[:, at.FOLD_LEN] = pending if folds_in_verify else torch.zeros_like(pending)
-
-
-def null_row(rows: torch.Tensor, row: int) -> None:
-    """Makes ``row`` own nothing: later verifies write to scratch, its end changes nothing."""
-    record = rows[row]
-    record[at.CHECKPOINT_SLOT].zero_()
-    record[at.RECORD_ROW].fill_(-1)
-    record[at.CHECKPOINT_LEN :].zero_()
-
-
 def verify(
     step: StepTensors,
     layer: LayerStorage,
@@ -161,7 +185,7 @@ def verify(
 
     qkv [tokens, C] activation dtype, raw_gate [tokens, H, K], raw_beta [tokens, H].
     """
-    window = step.window
+    window = _window(step)
     if not window.gather.numel():
         out.zero_()
         return
@@ -224,7 +248,7 @@ def write_records(
     conv_input: torch.Tensor | None,
 ) -> None:
     """Records of the caller's own verify: u [tokens, H, V], key, raw gate [tokens, H, K], conv_input [tokens, C]."""
-    gather = step.window.gather
+    gather = _window(step).gather
     if not gather.numel():
         return
     inv_norm = inverse_norm(key.to(layer.record_u.dtype))
@@ -233,85 +257,26 @@ def write_records(
     _write_records(_places(step, layer.record_u.shape[2]), layer, *by_row)
 
 
-def accepted_counts(
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    finished: torch.Tensor | None,
-    cursors: torch.Tensor,
-    counters: torch.Tensor,
-) -> torch.Tensor:
-    """[rows] int32 of accepted tokens that ``advance`` may apply: clamped for live rows, 0 for all others.
-
-    ``counts`` [rows] in row order. Counts clamps, rows of another generation, windows of finished requests; moves the
-    finished flags to what ``finished`` [rows] bool says, on top of those that stay.
-    """
-    cursor_rows = rows[:, at.RECORD_ROW].long()
-    cursor = cursors[cursor_rows]
-    named = live_rows(rows)
-    owned = named & (cursor[:, at.CURSOR_GENERATION] == rows[:, at.GENERATION])
-    was_finished = finished_rows(rows, cursor)
-    running = owned & ~was_finished
-    bounded = torch.minimum(torch.maximum(counts, rows[:, at.MIN_ACCEPTED]), rows[:, at.QUERY_LEN])
-    counters[at.COUNT_CLAMPS] += (running & (bounded != counts)).sum()
-    counters[at.COUNT_DROPPED] += (named & ~owned).sum()
-    counters[at.COUNT_WASTED] += (owned & ~running).sum()
-    flags = was_finished if finished is None else was_finished | finished
-    cursors[cursor_rows, at.CURSOR_FINISHED] = torch.where(owned, flags.int(), cursor[:, at.CURSOR_FINISHED])
-    return torch.where(running, bounded, 0).to(torch.int32)
-
-
-def advance(
-    rows: torch.Tensor,
-    accepted: torch.Tensor,
-    fold: torch.Tensor | bool,
-    cursors: torch.Tensor,
-    capacity: int | None,
-    max_query_len: int,
-) -> torch.Tensor:
-    """The cursor kernel: moves the cursors past what verify folded and what was accepted, and decides folds.
-
-    ``accepted`` [rows] int32; ``fold``: rows that fold all they have, [rows] bool or one answer for all. With a
-    ``capacity`` R, rows whose next window might not fit fold too: pending + T > R. Returns the fold plan
-    [rows, PLAN_COLUMNS] int32. What moves, of one row at checkpoint_len c with p pending, f of them folded by verify:
-
-                      checkpoint     pending records
-        before        c              [c, c + p)
-        no fold       c + f          [c + f, c + p + accepted)
-        fold          c + p + accepted    none
-    """
-    cursor_rows = rows[:, at.RECORD_ROW].long()
-    cursor = cursors[cursor_rows]
-    owned = live_rows(rows) & (cursor[:, at.CURSOR_GENERATION] == rows[:, at.GENERATION])
-    checkpoint_len = cursor[:, at.CURSOR_CHECKPOINT_LEN] + rows[:, at.FOLD_LEN]
-    pending = cursor[:, at.CURSOR_PENDING_LEN] - rows[:, at.FOLD_LEN] + accepted
-    folds = owned & fold
-    if capacity is not None:
-        folds |= owned & (pending + max_query_len > capacity)
-    count = torch.where(folds, pending, 0)
-    # Rows that own nothing write back what they read: null rows the scratch cursor's 0, late rows their successor's.
-    for column, value in ((at.CURSOR_CHECKPOINT_LEN, checkpoint_len + count), (at.CURSOR_PENDING_LEN, pending - count)):
-        cursors[cursor_rows, column] = torch.where(owned, value, cursor[:, column])
-    slots = torch.where(owned, rows[:, at.CHECKPOINT_SLOT], 0)
-    return torch.stack([slots, slots, rows[:, at.RECORD_ROW], checkpoint_len, count], 1)
-
-
-def verify_fold_plan(rows: torch.Tensor) -> torch.Tensor:
-    """The plan of what this step's verify folds, for layers that did not verify when a step is cancelled."""
-    columns = [at.CHECKPOINT_SLOT, at.CHECKPOINT_SLOT, at.RECORD_ROW, at.CHECKPOINT_LEN, at.FOLD_LEN]
-    return rows[:, columns]
-
-
 def fold(plan: torch.Tensor, layer: LayerStorage, params: LayerParams, lower_bound: float | None) -> None:
-    """Folds ``plan`` in one layer: recurrent state and conv history together, both then at source position + count."""
-    if not plan.is_cuda:
-        plan = plan[plan[:, at.PLAN_COUNT] > 0]
-    if not plan.shape[0]:
-        return
-    destination, mask = plan[:, at.PLAN_DESTINATION].long(), plan[:, at.PLAN_COUNT] > 0
-    state, history = read_state(plan, layer, params, lower_bound)
-    _write_slots(layer.recurrent, destination, state.to(layer.recurrent.dtype), mask)
-    if layer.conv is not None and history is not None:
-        _write_slots(layer.conv, destination, history, mask)
+    """Folds ``plan`` in one layer, recurrent state and conv history together.
+
+    The destination gets what holds at the source's position + count, the boundary slot what holds at + boundary count.
+    """
+    wanted = (at.PLAN_DESTINATION, at.PLAN_COUNT), (at.PLAN_BOUNDARY_SLOT, at.PLAN_BOUNDARY_COUNT)
+    # The boundary first: a fold in place overwrites its source.
+    for slot, count in reversed(wanted):
+        part = plan.clone()
+        part[:, at.PLAN_COUNT] = plan[:, count]
+        mask = plan[:, at.PLAN_COUNT] > 0 if slot == at.PLAN_DESTINATION else plan[:, slot] > 0
+        if not plan.is_cuda:
+            part, mask = part[mask], mask[mask]
+        if not len(part):
+            continue
+        state, history = read_state(part, layer, params, lower_bound)
+        slots = part[:, slot].long()
+        _write_slots(layer.recurrent, slots, state.to(layer.recurrent.dtype), mask)
+        if layer.conv is not None and history is not None:
+            _write_slots(layer.conv, slots, history, mask)
 
 
 def read_state(
@@ -356,7 +321,7 @@ def record_places(record_rows: torch.Tensor, start: torch.Tensor, count: torch.T
 
 
 def read_records(layer: LayerStorage, places: RecordPlaces) -> Records:
-    """The records at ``places``. Entries that hold no record of their row may hold anything, NaN too; they read as 0."""
+    """The records at ``places``. Entries without a record of their row may hold anything, NaN too; they read as 0."""
     # Rows and entries index dimensions that stand apart, so the result is [rows, m, H, ..], with heads out of place.
     u, key_gate = (
         ring[places.rows, :, places.entries].transpose(1, 2) for ring in (layer.record_u, layer.record_key_gate)
@@ -374,25 +339,13 @@ def read_conv_history(layer: LayerStorage, record_rows: torch.Tensor, position: 
     return layer.conv_ring[record_rows.long()[:, None], (entry % layer.conv_ring.shape[1]).long()].mT
 
 
-def live_rows(rows: torch.Tensor) -> torch.Tensor:
-    """[rows] bool: rows that own a checkpoint slot and a record row. All others never fold and move no cursor."""
-    return (rows[:, at.CHECKPOINT_SLOT] > 0) & (rows[:, at.RECORD_ROW] >= 0)
-
-
-def finished_rows(rows: torch.Tensor, cursor: torch.Tensor) -> torch.Tensor:
-    """[rows] bool: windows of requests that have finished, for the rows' own cursors [rows, 4].
-
-    A prompt row says that its request goes on: an end token sampled in the middle of a prompt ended nothing.
-    """
-    return (cursor[:, at.CURSOR_FINISHED] != 0) & (rows[:, at.ROW_KIND] != at.PROMPT)
-
-
 def _places(step: StepTensors, capacity: int) -> Places:
-    if step.places is None:
-        rows, window = step.rows, step.window
-        record_row, live = rows[:, at.RECORD_ROW], live_rows(rows)
+    places: Places | None = step.places
+    if places is None:
+        rows, window = step.rows, _window(step)
+        record_row, live = rows[:, at.RECORD_ROW], cursors.live_rows(rows)
         place = torch.arange(window.length, device=rows.device)
-        step.places = Places(
+        step.places = places = Places(
             slots=rows[:, at.CHECKPOINT_SLOT].long(),
             folds=rows[:, at.FOLD_LEN] > 0,
             pending=record_places(record_row, rows[:, at.CHECKPOINT_LEN], rows[:, at.PENDING_LEN], capacity),
@@ -400,7 +353,12 @@ def _places(step: StepTensors, capacity: int) -> Places:
             positions=step.committed_lens + place[:, None],
             answered=(live[window.token_row] & window.token_live)[:, None, None],
         )
-    return step.places
+    return places
+
+
+def _window(step: StepTensors) -> Window:
+    assert step.window is not None
+    return step.window
 
 
 def _convolve(step: StepTensors, layer: LayerStorage, params: LayerParams, inputs: torch.Tensor) -> torch.Tensor:

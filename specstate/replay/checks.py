@@ -6,12 +6,18 @@ from typing import TypeVar
 
 import torch
 
+from specstate.errors import SpecStateError
 from specstate.manager import StateManager
 from specstate.metadata import StepMetadata
 from specstate.replay.model import ExpectedToken, Life
 from specstate.step import Step
+from specstate.validation import bits
 
 _T = TypeVar("_T")
+
+#: What a manager may raise: a refusal; what torch raises on a bad shape or index, or when memory runs out; an invariant
+#: of its own. Anything else, a name that is not there for instance, is a fault of the program and not of the trace.
+_RAISED = (SpecStateError, RuntimeError, IndexError, MemoryError, AssertionError)
 
 
 class Differs(Exception):
@@ -30,10 +36,10 @@ class Checks:
         self._pools = [(layer, pool, pool.clone()) for layer, pool in pools]
 
     def call(self, call: Callable[[], _T]) -> _T:
-        """Calls the manager. Whatever it raises is a difference: the recorded manager went through."""
+        """Calls the manager. What it raises is a difference: the recorded manager went through."""
         try:
             return call()
-        except Exception as error:
+        except _RAISED as error:
             raise Differs(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
     def equal(self, what: str, got: object, wanted: object) -> None:
@@ -51,9 +57,9 @@ class Checks:
                 continue
             if taken:
                 shadow[taken] = pool[taken]
-            if torch.equal(_bytes(shadow), _bytes(pool)):
+            if torch.equal(bits(shadow), bits(pool)):
                 continue
-            changed = (_bytes(shadow) != _bytes(pool)).flatten(1).any(1).nonzero()[:, 0].tolist()
+            changed = [slot for slot in range(len(pool)) if not torch.equal(bits(shadow[slot]), bits(pool[slot]))]
             raise Differs(f"checkpoint slots {changed} changed, only {sorted(taken)} may")
 
     def outputs(self, step: int, layer: int, out: torch.Tensor, tokens: dict[int, ExpectedToken]) -> None:
@@ -135,7 +141,3 @@ def _compare(what: str, life: Life, layer: int, recurrent: torch.Tensor, conv: t
 def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     """Norm of the difference of the worst head of [H, ..]; NaN if either holds one."""
     return float((got.double() - wanted).flatten(1).norm(dim=1).max())
-
-
-def _bytes(pool: torch.Tensor) -> torch.Tensor:
-    return pool.view(torch.uint8)

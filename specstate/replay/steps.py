@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from specstate.batch import least_accepted
 from specstate.metadata import StepMetadata
 from specstate.replay.checks import Checks, Differs
 from specstate.replay.inputs import TokenInputs, token_inputs
@@ -43,8 +42,13 @@ class OpenStep:
         self.num_released += 1
 
     def least_accepted(self, row: int) -> int:
-        """Below it a count is clamped."""
-        return least_accepted(self.metadata)[row]
+        """Below it a count is clamped: the stated minimum, else a prompt row's whole window, else its first token.
+
+        In words of its own: what the manager clamps with must not say here what is right.
+        """
+        if self.metadata.min_accepted is not None:
+            return self.metadata.min_accepted[row]
+        return self.metadata.query_lens[row] if self.is_prompt(row) else 1
 
     def is_prompt(self, row: int) -> bool:
         """Whether the row feeds a prompt, which goes on whatever was sampled before."""

@@ -32,7 +32,7 @@ def read_trace(path: str | os.PathLike[str], partial: bool = False) -> tuple[Hea
     *lines, torn = data.split(b"\n")
     if torn:
         if not partial:
-            where, reason = _place(name, len(lines) + 1), "is cut short: no newline at its end"
+            where, reason = _place(name, len(lines) + 1), "is cut short: no newline at its end (--partial replays what there is)"
             # Damage further up is named first.
             _parse_all(name, lines, partial=True)
             raise TraceError(f"{where} {reason}")
@@ -69,7 +69,10 @@ def _parse_all(name: str, lines: list[bytes], partial: bool) -> tuple[Header, tu
             raise TraceError(f"{name}: has no header")
         raise TraceError(f"{_place(name, 1)} is cut short: no header")
     if end is None and not partial:
-        raise TraceError(f"{_place(name, len(lines))} is the last, and no end: the trace was cut short or never closed")
+        raise TraceError(
+            f"{_place(name, len(lines))} is the last, and no end: the trace was cut short or never closed "
+            "(--partial replays what there is)"
+        )
     return header, tuple(events)
 
 

@@ -1,0 +1,442 @@
+"""Launches the portable Triton kernels: any shape, any GPU that Triton knows, and the CPU interpreter.
+
+Nothing is chosen by batch size, so a request's bits depend on its own inputs alone. Launches allocate no workspace:
+what a step needs was made with the storage, or comes with the step.
+"""
+
+from itertools import product
+
+import torch
+import triton
+import triton.language as tl
+
+from specstate.config import StateConfig
+from specstate.errors import SpecStateError
+from specstate.kernels import Sampled, cursors, reference
+from specstate.kernels import rows as at
+from specstate.kernels.cursors import StepTensors
+from specstate.kernels.triton_conv import conv_kernel
+from specstate.kernels.triton_cursor import advance_kernel, begin_kernel, refresh_kernel
+from specstate.kernels.triton_fold import TABLE_COLUMNS, fold_kernel
+from specstate.kernels.triton_greedy import accept_kernel, best_token_kernel
+from specstate.kernels.triton_records import conv_inputs_kernel, records_kernel
+from specstate.kernels.triton_verify import verify_kernel
+from specstate.params import LayerParams
+from specstate.storage import Storage
+
+INTERPRETED = triton.knobs.runtime.interpret
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+#: Window tokens are padded to this, the least width of a matrix product.
+WINDOW_TILE = 16
+#: Rows of the state per program. 64 on 4 warps was best of 32, 64 and 128 on an H200 (K = V = 128); the interpreter
+#: pays per program and not per element, so it takes a head at once.
+STATE_TILE = 64
+CHANNEL_TILE = 256
+NO_CAPACITY = 2**30
+
+
+def address(pointer: int) -> int:
+    """A device address as int64 holds it: two's complement, the identity below 2^63. Kernels reinterpret it."""
+    if not 0 <= pointer < 2**64:
+        raise SpecStateError(f"address {pointer} is outside 0..2^64")
+    return pointer - 2**64 if pointer >= 2**63 else pointer
+
+
+def _check_inner(name: str, tensor: torch.Tensor, where: str) -> None:
+    """All dimensions but the first must be contiguous: a token's or a slot's values lie side by side."""
+    if tensor.shape[0] and not tensor[0].is_contiguous():
+        raise SpecStateError(
+            f"{name} must be contiguous behind its first dimension for backend 'triton', has strides {tensor.stride()}"
+            f"{where}"
+        )
+
+
+def check_supported(config: StateConfig, device: torch.device) -> None:
+    """Raises SpecStateError naming what these kernels do not do, and what does."""
+    spec, instead = config.layer, "use backend='reference'"
+    if device.type == "cpu" and not INTERPRETED:
+        raise SpecStateError(
+            f"backend 'triton' needs a GPU, device is {str(device)!r}; {instead}, or set TRITON_INTERPRET=1 before the "
+            "first import of triton to try the kernels on a CPU"
+        )
+    if device.type != "cpu" and INTERPRETED:
+        raise SpecStateError(f"TRITON_INTERPRET is set, so kernels run on a CPU alone, device is {str(device)!r}")
+    for name, dtype in (("checkpoint_dtype", config.checkpoint_dtype), ("activation_dtype", config.activation_dtype)):
+        if dtype == "float64":
+            raise SpecStateError(f"{name} = 'float64' is not computed by backend 'triton'; {instead}")
+    for name, size, least, most in (
+        ("head_k_dim", spec.head_k_dim, 16, 256),
+        ("head_v_dim", spec.head_v_dim, 16, 256),
+        ("conv_kernel_size", spec.conv_kernel_size or 2, 2, 4),
+        ("max_query_len", config.max_query_len, 1, WINDOW_TILE),
+    ):
+        if not least <= size <= most:
+            raise SpecStateError(f"{name} = {size} is outside {least}..{most} of backend 'triton'; {instead}")
+
+
+class PortableKernels:
+    """The kernels of one manager, bound to its storage and parameters. Same calls as ReferenceKernels."""
+
+    path = "portable"
+
+    def __init__(self, config: StateConfig, params: tuple[LayerParams, ...], storage: Storage) -> None:
+        self.config, self.storage = config, storage
+        spec = config.layer
+        self._bounded = spec.gate_lower_bound is not None
+        self._bound = spec.gate_lower_bound if spec.gate_lower_bound is not None else 0.0
+        self._folds = config.folds_in_verify
+        self._history = spec.conv_history_len
+        self._ring = self._history + config.max_query_len
+        block_k = max(16, triton.next_power_of_2(spec.head_k_dim))
+        block_v = max(16, triton.next_power_of_2(spec.head_v_dim))
+        # A tile of the state holds at most 64 x 128 values, so that it stays in registers.
+        tile = block_v if INTERPRETED else min(block_v, STATE_TILE * 128 // max(block_k, 128))
+        self._shape = {"K": spec.head_k_dim, "V": spec.head_v_dim, "BK": block_k, "BV": tile}
+        self._whole_v = block_v
+        self._v_blocks = triton.cdiv(spec.head_v_dim, tile)
+        on_nvidia = storage.cursors.is_cuda and torch.version.hip is None
+        # Three tf32 products have float32 grade; elsewhere plain float32.
+        self._precision = "tf32x3" if on_nvidia else "ieee"
+        self._mixed = storage.layers[0].record_key_gate.new_empty(0, spec.conv_channels)
+        self.bind(params)
+
+    def bind(self, params: tuple[LayerParams, ...]) -> None:
+        """Builds the address table over storage and ``params``; remembers what it was built from."""
+        self.params = params
+        for index, layer in enumerate(self.storage.layers):
+            _check_inner(f"storage[{index}].recurrent", layer.recurrent, "")
+        for index, given in enumerate(params):
+            for name in ("A_log", "dt_bias", "conv_weight", "conv_bias"):
+                tensor = getattr(given, name)
+                if tensor is not None and not tensor.is_contiguous():
+                    raise SpecStateError(f"params[{index}].{name} must be contiguous, has strides {tensor.stride()}")
+        table = []
+        for layer, given in zip(self.storage.layers, params, strict=True):
+            tensors = (
+                layer.recurrent,
+                layer.conv,
+                layer.conv_ring,
+                layer.record_u,
+                layer.record_key_gate,
+                layer.record_inv_norm,
+                given.A_log,
+                given.dt_bias,
+            )
+            table.append([0 if tensor is None else address(tensor.data_ptr()) for tensor in tensors])
+        self._built_from = self._storage_addresses()
+        device = self.storage.cursors.device
+        self._table = torch.tensor(table, dtype=torch.int64).to(device)
+
+    def check_storage(self, where: str) -> None:
+        """Raises SpecStateError when the storage no longer lies where the table points."""
+        for layer, (now, then) in enumerate(zip(self._storage_addresses(), self._built_from, strict=True)):
+            if now != then:
+                raise SpecStateError(
+                    f"storage[{layer}] was replaced: it lies at {now}, the address table was built over {then}{where}"
+                )
+
+    def _storage_addresses(self) -> list[tuple[int, int]]:
+        return [
+            (layer.recurrent.data_ptr(), 0 if layer.conv is None else layer.conv.data_ptr())
+            for layer in self.storage.layers
+        ]
+
+    def warmup(self) -> None:
+        """Launches every variant once, over a step of one dummy row and one token: nothing but scratch is touched."""
+        spec, device = self.config.layer, self.storage.cursors.device
+        activation = self.storage.layers[0].record_key_gate.dtype
+        staged = torch.zeros(at.STAGED_COLUMNS + 2, dtype=torch.int32, device=device)
+        staged[at.RECORD_ROW], staged[at.QUERY_LEN], staged[-1] = -1, 1, 1
+        step = self.begin(staged, 1, 1, 1)
+        self.refresh(step)
+        wide = (torch.float32,) if activation is torch.float32 else (activation, torch.float32)
+
+        def zeros(*shape: int, dtype: torch.dtype = activation) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        qkv = zeros(1, spec.conv_channels)
+        for gate, beta, out in product(wide, repeat=3):
+            raw_gate = zeros(1, spec.num_heads, spec.head_k_dim, dtype=gate)
+            raw_beta = zeros(1, spec.num_heads, dtype=beta)
+            self.verify(step, 0, qkv, raw_gate, raw_beta, zeros(1, spec.num_heads, spec.head_v_dim, dtype=out))
+        key = zeros(1, spec.num_heads, spec.head_k_dim)
+        u = zeros(1, spec.num_heads, spec.head_v_dim, dtype=torch.float32)
+        self.write_records(step, 0, u, key, key, qkv if self._history else None)
+        for logits, ids in product((torch.float32, torch.bfloat16, torch.float16), (torch.int32, torch.int64)):
+            self.greedy(step, zeros(1, 2, dtype=logits), zeros(1, dtype=ids))
+        mask = zeros(1, dtype=torch.bool)
+        for counts, fold, finished in product((torch.int32, torch.int64), (True, False, mask), (None, mask)):
+            self.end(step, zeros(1, dtype=counts), fold, finished)
+        self.cancel(step, [0])
+        self.flush(step)
+
+    # -- a step
+
+    def begin(self, staged: torch.Tensor, num_rows: int, num_tokens: int, length: int) -> StepTensors:
+        device = staged.device
+        step = StepTensors(
+            rows=torch.empty(num_rows, at.ROW_COLUMNS, dtype=torch.int32, device=device),
+            query_start_loc=staged[num_rows * at.STAGED_COLUMNS :],
+            positions=torch.empty(num_tokens, dtype=torch.int32, device=device),
+            committed_lens=torch.empty(num_rows, dtype=torch.int32, device=device),
+            window=None,
+            folds_in_verify=self._folds,
+        )
+        self.fill(step, staged)
+        return step
+
+    def fill(self, step: StepTensors, staged: torch.Tensor) -> None:
+        """The row-record kernel, into tensors that exist."""
+        num_rows = len(step.rows)
+        begin_kernel[(num_rows + 1,)](
+            staged,
+            step.query_start_loc,
+            self.storage.cursors,
+            step.rows,
+            step.positions,
+            step.committed_lens,
+            num_rows,
+            len(step.positions),
+            STAGED_COLUMNS=at.STAGED_COLUMNS,
+            ROW_COLUMNS=at.ROW_COLUMNS,
+            BT=WINDOW_TILE,
+            FOLDS=self._folds,
+            num_warps=1,
+        )
+
+    def refresh(self, step: StepTensors) -> None:
+        if len(step.rows):
+            refresh_kernel[(len(step.rows),)](
+                step.rows, self.storage.cursors, ROW_COLUMNS=at.ROW_COLUMNS, FOLDS=self._folds, num_warps=1
+            )
+
+    def check_layout(self, name: str, tensor: torch.Tensor, where: str) -> None:
+        _check_inner(name, tensor, where)
+
+    def null_row(self, step: StepTensors, row: int) -> None:
+        cursors.null_row(step.rows, row)
+
+    def verify(
+        self,
+        step: StepTensors,
+        layer: int,
+        qkv: torch.Tensor,
+        raw_gate: torch.Tensor,
+        raw_beta: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        views, params, spec = self.storage.layers[layer], self.params[layer], self.config.layer
+        num_rows, num_tokens = len(step.rows), len(step.positions)
+        mixed = qkv
+        if self._history and num_rows and num_tokens:
+            mixed = self._conv_output(num_tokens)
+            conv_kernel[(num_rows * triton.cdiv(spec.conv_channels, CHANNEL_TILE),)](
+                step.rows,
+                qkv,
+                qkv.stride(0),
+                mixed,
+                params.conv_weight,
+                params.conv_weight if params.conv_bias is None else params.conv_bias,
+                views.conv,
+                *views.conv.stride(),
+                views.conv_ring,
+                spec.conv_channels,
+                self._ring,
+                ROW_COLUMNS=at.ROW_COLUMNS,
+                W=self._history + 1,
+                BT=WINDOW_TILE,
+                BC=CHANNEL_TILE,
+                BIAS=params.conv_bias is not None,
+                FOLDS=self._folds,
+            )
+        if num_tokens:
+            verify_kernel[((num_rows + 1) * spec.num_heads * self._v_blocks,)](
+                step.rows,
+                step.query_start_loc,
+                num_rows,
+                num_tokens,
+                mixed,
+                mixed.stride(0),
+                raw_gate,
+                raw_gate.stride(0),
+                raw_beta,
+                raw_beta.stride(0),
+                out,
+                out.stride(0),
+                views.recurrent,
+                views.recurrent.stride(0),
+                views.record_u,
+                views.record_key_gate,
+                views.record_inv_norm,
+                params.A_log,
+                params.dt_bias,
+                self._bound,
+                spec.num_heads,
+                self.config.record_capacity,
+                ROW_COLUMNS=at.ROW_COLUMNS,
+                BT=WINDOW_TILE,
+                BOUNDED=self._bounded,
+                FOLDS=self._folds,
+                PRECISION=self._precision,
+                **self._shape,
+            )
+
+    def _conv_output(self, num_tokens: int) -> torch.Tensor:
+        """[num_tokens, C], shared by all layers: each verify has read it before the next conv writes it."""
+        if len(self._mixed) < num_tokens:
+            self._mixed = self._mixed.new_empty(num_tokens, self.config.layer.conv_channels)
+        return self._mixed[:num_tokens]
+
+    def write_records(
+        self,
+        step: StepTensors,
+        layer: int,
+        u: torch.Tensor,
+        key: torch.Tensor,
+        gate: torch.Tensor,
+        conv_input: torch.Tensor | None,
+    ) -> None:
+        views, spec, num_rows = self.storage.layers[layer], self.config.layer, len(step.rows)
+        if not num_rows or not len(step.positions):
+            return
+        records_kernel[(num_rows * spec.num_heads,)](
+            step.rows,
+            u.contiguous(),
+            key.contiguous(),
+            gate.contiguous(),
+            views.record_u,
+            views.record_key_gate,
+            views.record_inv_norm,
+            spec.num_heads,
+            self.config.record_capacity,
+            ROW_COLUMNS=at.ROW_COLUMNS,
+            BT=WINDOW_TILE,
+            **{**self._shape, "BV": self._whole_v},
+        )
+        if conv_input is not None:
+            conv_inputs_kernel[(num_rows * triton.cdiv(spec.conv_channels, CHANNEL_TILE),)](
+                step.rows,
+                conv_input.contiguous(),
+                views.conv_ring,
+                spec.conv_channels,
+                self._ring,
+                self._history,
+                ROW_COLUMNS=at.ROW_COLUMNS,
+                BT=WINDOW_TILE,
+                BC=CHANNEL_TILE,
+            )
+
+    def greedy(self, step: StepTensors, logits: torch.Tensor, draft_tokens: torch.Tensor) -> Sampled:
+        num_rows, num_tokens, longest = len(step.rows), len(step.positions), self.config.max_query_len
+        accepted, next_token = step.rows.new_empty(num_rows), step.rows.new_empty(num_rows)
+        tokens, best = step.rows.new_empty(num_rows, longest), step.rows.new_empty(num_tokens)
+        finished = step.rows.new_empty(num_rows, dtype=torch.bool)
+        if num_tokens:
+            if logits.stride(1) != 1:
+                logits = logits.contiguous()
+            best_token_kernel[(num_tokens,)](logits, logits.stride(0), best, logits.shape[1], BLOCK=1024)
+        if num_rows:
+            accept_kernel[(num_rows,)](
+                step.rows,
+                best,
+                draft_tokens,
+                self.storage.cursors,
+                self.storage.end_tokens,
+                accepted,
+                tokens,
+                next_token,
+                finished,
+                longest,
+                ROW_COLUMNS=at.ROW_COLUMNS,
+                END_TOKENS=self.storage.end_tokens.shape[1],
+                BT=WINDOW_TILE,
+                PROMPT=at.PROMPT,
+                num_warps=1,
+            )
+        return accepted, tokens, next_token, finished
+
+    # -- cursors and folds
+
+    def end(
+        self, step: StepTensors, counts: torch.Tensor, fold: torch.Tensor | bool, finished: torch.Tensor | None
+    ) -> None:
+        self._fold(self._advance(step.rows, counts, fold, finished), 0, self.config.num_layers)
+
+    def cancel(self, step: StepTensors, unverified: list[int]) -> None:
+        plan = cursors.verify_fold_plan(step.rows).contiguous()
+        for layer in unverified:
+            self._fold(plan, layer, 1)
+        self._advance(step.rows, None, False, None)
+
+    def flush(self, step: StepTensors) -> None:
+        # Whatever verify would have folded is folded here instead, so it must not count as folded already.
+        step.rows[:, at.FOLD_LEN] = 0
+        self._fold(self._advance(step.rows, None, True, None), 0, self.config.num_layers)
+
+    def read_state(self, plan: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        bound = self.config.layer.gate_lower_bound
+        return reference.read_state(plan, self.storage.layers[layer], self.params[layer], bound)
+
+    def _advance(
+        self,
+        rows: torch.Tensor,
+        counts: torch.Tensor | None,
+        fold: torch.Tensor | bool,
+        finished: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``accepted_counts`` and ``advance`` of the reference in one launch; the fold plan."""
+        plan = torch.empty(len(rows), at.PLAN_COLUMNS, dtype=torch.int32, device=rows.device)
+        may_be_full = self.config.folds_when_full and counts is not None
+        if len(rows):
+            advance_kernel[(len(rows),)](
+                rows,
+                rows if counts is None else counts,
+                rows if isinstance(fold, bool) else fold,
+                rows if finished is None else finished,
+                self.storage.cursors,
+                self.storage.counters,
+                plan,
+                self.config.max_query_len,
+                self.config.record_capacity if may_be_full else NO_CAPACITY,
+                ROW_COLUMNS=at.ROW_COLUMNS,
+                PLAN_COLUMNS=at.PLAN_COLUMNS,
+                PROMPT=at.PROMPT,
+                COUNTS=counts is not None,
+                FOLD="mask" if not isinstance(fold, bool) else "all" if fold else "none",
+                FINISHED=finished is not None,
+                num_warps=1,
+            )
+        return plan
+
+    def _fold(self, plan: torch.Tensor, first_layer: int, num_layers: int) -> None:
+        """Folds ``plan`` in layers first_layer .. first_layer + num_layers, in one launch."""
+        if not len(plan):
+            return
+        spec, views, params = self.config.layer, self.storage.layers[0], self.params[0]
+        programs = spec.num_heads * self._v_blocks
+        if self._history:
+            programs += triton.cdiv(spec.conv_channels, CHANNEL_TILE)
+        fold_kernel[(num_layers * len(plan) * programs,)](
+            plan,
+            self._table[first_layer:],
+            len(plan),
+            views.recurrent.stride(0),
+            *((0, 0, 0) if views.conv is None else views.conv.stride()),
+            self._bound,
+            spec.num_heads,
+            self.config.record_capacity,
+            spec.conv_channels,
+            self._ring,
+            PLAN_COLUMNS=at.PLAN_COLUMNS,
+            TABLE_COLUMNS=TABLE_COLUMNS,
+            HISTORY=self._history,
+            BC=CHANNEL_TILE,
+            BOUNDED=self._bounded,
+            PRECISION=self._precision,
+            CHECKPOINT=_TRITON_DTYPES[views.recurrent.dtype],
+            ACTIVATION=_TRITON_DTYPES[views.record_key_gate.dtype],
+            A_LOG=_TRITON_DTYPES[params.A_log.dtype],
+            DT_BIAS=_TRITON_DTYPES[params.dt_bias.dtype],
+            **self._shape,
+        )

@@ -1,0 +1,247 @@
+"""Steps inside CUDA graphs: the same bits as without, whatever rows come, go, or are released before the replay."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from specstate import SamplingParams, SpecStateError, StateConfig, StateManager, StepMetadata, StepOrderError
+from specstate.metadata import Handle
+from specstate.step import Step
+from tests.factories import POLICIES, LayerInputs, make_config, make_inputs, make_manager, make_twin, verify_all
+
+VOCAB = 11
+
+
+def config_of(policy: str, **changes: Any) -> StateConfig:
+    sizes = {"num_heads": 2, "head_k_dim": 32, "head_v_dim": 48, "max_requests": 4, "max_query_len": 4}
+    dtypes = {"checkpoint_dtype": "float32", "activation_dtype": "bfloat16"}
+    return make_config(fold_policy=policy, **sizes, **dtypes, **changes)
+
+
+def test_capture_is_refused_without_a_gpu() -> None:
+    manager = make_manager(debug=False)
+    with pytest.raises(SpecStateError, match="needs a GPU"):
+        manager.capture_step(2, 4)
+    with pytest.raises(SpecStateError, match="rows = 0"):
+        manager.capture_step(0, 4)
+    with pytest.raises(SpecStateError, match="debug = True"):
+        make_manager().capture_step(2, 4)
+
+
+def test_replayed_is_refused_without_a_capture() -> None:
+    manager = make_manager()
+    step = manager.begin_step(StepMetadata(handles=(manager.admit("a"),), query_lens=(1,)))
+    with pytest.raises(StepOrderError, match="without a captured size"):
+        step.replayed("defer")
+
+
+@dataclass
+class Graph:
+    """A captured step over static inputs: all layers, sampling, and an end unless ``end`` is "verify"."""
+
+    manager: StateManager
+    rows: int
+    tokens: int
+    end: str = "defer"
+
+    def __post_init__(self) -> None:
+        config = self.manager.config
+        self.inputs = make_inputs(config, self.tokens, seed=0, device="cuda")
+        self.logits = torch.zeros(self.tokens, VOCAB, device="cuda")
+        self.drafts = torch.zeros(self.tokens, dtype=torch.int64, device="cuda")
+        self.manager.warmup()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.step = self.manager.capture_step(self.rows, self.tokens)
+            self.outputs = verify_all(self.step, self.inputs)
+            self.result = self.step.sample(self.logits, self.drafts)
+            if self.end == "defer":
+                self.step.defer(self.result)
+            elif self.end == "commit":
+                self.step.commit(self.result)
+
+    def fill(self, inputs: list[LayerInputs], logits: torch.Tensor, drafts: torch.Tensor) -> None:
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            for name in ("qkv", "raw_gate", "raw_beta"):
+                getattr(mine, name).copy_(getattr(given, name))
+        self.logits.copy_(logits)
+        self.drafts.copy_(drafts)
+
+    def begin(self, metadata: StepMetadata) -> Step:
+        return self.manager.begin_step(metadata, pad_to=(self.rows, self.tokens))
+
+
+def windows(config: StateConfig, tokens: int, seed: int) -> tuple[list[LayerInputs], torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(tokens, VOCAB, generator=generator).cuda()
+    # Often what the target would pick, so that windows of all lengths are accepted.
+    drafts = torch.where(torch.rand(tokens, generator=generator).cuda() < 0.7, logits.argmax(1).roll(1), 0)
+    return make_inputs(config, tokens, seed, device="cuda"), logits, drafts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_replays_give_the_bits_of_eager_steps(policy: str, backend: str) -> None:
+    config = config_of(policy)
+    eager = make_manager(config, "cuda", backend=backend, debug=False)
+    captured = make_manager(config, "cuda", backend=backend, debug=False)
+    graph = Graph(captured, rows=4, tokens=12)
+    rng = random.Random(1)
+    pairs: dict[str, tuple[Handle, Handle]] = {}
+    params = SamplingParams(end_token_ids=(VOCAB - 1,))
+    for seed in range(40):
+        # Requests enter and leave; slots are used again.
+        for name in list(pairs):
+            if rng.random() < 0.15:
+                first, second = pairs.pop(name)
+                eager.release(first), captured.release(second)
+        while len(pairs) < 3 and rng.random() < 0.7:
+            name = f"{seed}-{len(pairs)}"
+            pairs[name] = eager.admit(name, params), captured.admit(name, params)
+        names = rng.sample(sorted(pairs), rng.randint(0, len(pairs)))
+        lens = tuple(rng.randint(1, 4) for _ in names)
+        kinds = tuple(rng.choice(["decode", "decode", "prompt"]) for _ in names)
+        inputs, logits, drafts = windows(config, 12, seed)
+
+        metadata = StepMetadata(handles=tuple(pairs[n][0] for n in names), query_lens=lens, row_kinds=kinds)
+        step = eager.begin_step(metadata, pad_to=(4, 12))
+        outputs = verify_all(step, inputs)
+        result = step.sample(logits, drafts)
+        step.defer(result)
+
+        graph.fill(inputs, logits, drafts)
+        metadata = StepMetadata(handles=tuple(pairs[n][1] for n in names), query_lens=lens, row_kinds=kinds)
+        replay = graph.begin(metadata)
+        graph.graph.replay()
+        replay.replayed("defer")
+        for mine, theirs in zip(graph.outputs, outputs, strict=True):
+            assert torch.equal(mine, theirs)
+        for name in ("num_accepted", "tokens", "next_token", "finished"):
+            assert torch.equal(getattr(graph.result, name), getattr(result, name)), name
+        assert torch.equal(replay.positions, step.positions)
+        assert captured.digest() == eager.digest()
+        for first, second in pairs.values():
+            for layer in range(config.num_layers):
+                mine, theirs = captured.read(second, layer), eager.read(first, layer)
+                assert torch.equal(mine.recurrent, theirs.recurrent)
+                assert mine.conv is not None and theirs.conv is not None and torch.equal(mine.conv, theirs.conv)
+    captured.check_integrity()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_captured_step_may_end_outside_of_the_graph_and_late(policy: str) -> None:
+    config = config_of(policy)
+    manager = make_manager(config, "cuda", backend="triton", debug=False)
+    graph = Graph(manager, rows=2, tokens=8, end="verify")
+    first, second = manager.admit("a"), manager.admit("b")
+    steps = []
+    twins = [make_twin(config), make_twin(config)]
+    for seed, (handle, twin) in enumerate(zip((first, second), twins, strict=True)):
+        inputs, logits, drafts = windows(config, 8, seed)
+        graph.fill(inputs, logits, drafts)
+        step = graph.begin(StepMetadata(handles=(handle,), query_lens=(4,)))
+        with pytest.raises(StepOrderError, match="staged for the graph"):
+            step.defer(torch.tensor([1], device="cuda"))
+        graph.graph.replay()
+        step.replayed("verify")
+        steps.append((step, [tensors[:4] for tensors in inputs], twin))
+    # The second replay wrote over the captured rows; the first step ends all the same.
+    for step, inputs, twin in reversed(steps):
+        step.defer(torch.tensor([3, 0], dtype=torch.int32, device="cuda"))
+        twin.commit(inputs, 3)
+    for handle, twin in zip((first, second), twins, strict=True):
+        twin.check(manager, handle, 2e-2)  # bf16 activations: a conv may round the other way
+        assert manager.committed_len(handle) == 3
+
+
+@pytest.mark.gpu
+def test_a_staged_step_blocks_its_buffers_until_it_is_replayed_or_cancelled() -> None:
+    manager = make_manager(config_of("ring"), "cuda", backend="triton", debug=False)
+    graph = Graph(manager, rows=2, tokens=8)
+    a, b = manager.admit("a"), manager.admit("b")
+    step = graph.begin(StepMetadata(handles=(a,), query_lens=(2,)))
+    with pytest.raises(StepOrderError, match="neither replayed nor cancelled"):
+        graph.begin(StepMetadata(handles=(b,), query_lens=(2,)))
+    with pytest.raises(SpecStateError, match="ends with 'defer'"):
+        step.replayed("commit")
+    step.cancel()
+    graph.begin(StepMetadata(handles=(b,), query_lens=(2,)))
+    graph.graph.replay()
+    assert manager.committed_len(a) == 0
+
+
+@pytest.mark.gpu
+def test_a_release_before_the_replay_nulls_the_row() -> None:
+    config = config_of("deferred")
+    manager = make_manager(config, "cuda", backend="triton", debug=False)
+    graph = Graph(manager, rows=2, tokens=8)
+    a, b = manager.admit("a"), manager.admit("b")
+    step = graph.begin(StepMetadata(handles=(a, b), query_lens=(2, 3)))
+    manager.release(a)
+    late = manager.admit("late")  # into the slots that a left
+    assert late.record_slot == a.record_slot
+    graph.graph.replay()
+    step.replayed("defer")
+    assert not graph.outputs[0][:2].any()
+    assert manager.committed_len(late) == 0 and manager.committed_len(b) >= 1
+    assert manager.counters().dropped_ends == 1
+    assert not manager.read(late, 0).recurrent.any()
+
+
+@pytest.mark.gpu
+def test_a_flush_between_begin_step_and_replay_is_not_folded_twice() -> None:
+    config = config_of("deferred")
+    manager = make_manager(config, "cuda", backend="triton", debug=False)
+    other = make_manager(config, "cuda", backend="triton", debug=False)
+    graph = Graph(manager, rows=1, tokens=4)
+    for seed in range(3):
+        inputs, logits, drafts = windows(config, 4, seed)
+        graph.fill(inputs, logits, drafts)
+        for m in (manager, other):
+            if seed == 0:
+                m.admit("a")
+        handle = next(iter(manager._requests)).handle
+        step = graph.begin(StepMetadata(handles=(handle,), query_lens=(4,)))
+        manager.flush()
+        graph.graph.replay()
+        step.replayed("defer")
+        plain = other.begin_step(StepMetadata(handles=(next(iter(other._requests)).handle,), query_lens=(4,)))
+        verify_all(plain, inputs)
+        plain.defer(plain.sample(logits, drafts))
+        assert manager.committed_len(handle) == other.committed_len(handle)
+        assert torch.equal(manager.read(handle, 1).recurrent, other.read(handle, 1).recurrent)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_compiles_or_allocates_once_warm() -> None:
+    """100 steps of decode by graph and by hand, while a wait for the device is an error."""
+    config = config_of("ring")
+    manager = make_manager(config, "cuda", backend="triton", debug=False)
+    graph = Graph(manager, rows=2, tokens=8)
+    handles = (manager.admit("a"), manager.admit("b"))
+    inputs, logits, drafts = windows(config, 8, 0)
+    outs = [torch.empty(8, 2, 48, dtype=torch.bfloat16, device="cuda") for _ in inputs]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for i in range(100):
+            metadata = StepMetadata(handles=handles, query_lens=(4, 4))
+            if i % 2:
+                step = graph.begin(metadata)
+                graph.graph.replay()
+                step.replayed("defer")
+            else:
+                step = manager.begin_step(metadata)
+                for layer, tensors in enumerate(inputs):
+                    step.verify(layer, tensors.qkv, tensors.raw_gate, tensors.raw_beta, out=outs[layer])
+                step.defer(step.sample(logits, drafts))
+            if i % 10 == 0:
+                manager.flush()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    manager.check_integrity()
