@@ -6,15 +6,16 @@ import argparse
 import codecs
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from decode import Decoded, acceptance_per_position, decode, make_manager, mean_acceptance_length
+from acceptance import Statistics
+from decode import Generation, decode, make_manager
 from drafter import NgramDrafter
 from model import Model, load_model
+from prompts import load_prompts
 from specstate import plan_bytes
 
 FOLDER = Path(__file__).parent
@@ -23,12 +24,6 @@ LONGEST_PROMPT_BYTES = 4096
 
 class BadInput(ValueError):
     """Something that the user gave, or a file that should be there, is not usable."""
-
-
-def load_prompts(folder: Path) -> list[tuple[str, bytes]]:
-    """File name and text of each held-out prompt in `prompts.json`."""
-    entries = json.loads((folder / "prompts.json").read_text())
-    return [(entry["file"], entry["text"].encode()) for entry in entries]
 
 
 def find_prompt(which: str) -> tuple[str, bytes]:
@@ -65,27 +60,29 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if options.max_bytes < 2:
-        raise ValueError(f"--max-bytes {options.max_bytes} must be at least 2: the prompt's own forward gives the first")
+        raise ValueError(f"--max-bytes {options.max_bytes} must be 2 or more: the prompt's own forward gives the first")
     name, prompt = find_prompt(options.prompt)
     model = load_model(FOLDER / "weights", getattr(torch, options.dtype))
     plan = plan_bytes(make_manager(model, 1, options.window, options.policy).config)
     decode(model, make_manager(model, 1, options.window, options.policy), [prompt[-16:]], 8)  # warms up
 
-    results: dict[str, Decoded] = {}
+    runs: list[tuple[bytes, Statistics]] = []
     if not options.json:
         print(f"--- prompt: {name}\n{prompt.decode(errors='replace')}")
     for title, make_drafter in (("without speculation", None), ("with speculation", NgramDrafter)):
         if not options.json:
             print(f"\n--- {title}")
         manager = make_manager(model, 1, options.window, options.policy)
-        show = None if options.json else _printer()
-        results[title] = decode(model, manager, [prompt], options.max_bytes, make_drafter, show)
-    (plain,), (ours,) = (result.requests for result in results.values())
+        statistics = Statistics() if options.json else ShownStatistics()
+        (request,) = decode(model, manager, [prompt], options.max_bytes, make_drafter, statistics)
+        runs.append((request.output, statistics))
+    (plain_output, plain), (output, ours) = runs
 
     report = {
-        "outputs_equal": ours.output == plain.output,
-        "mean_acceptance_length": mean_acceptance_length([ours]),
-        "acceptance_per_position": acceptance_per_position([ours], options.window),
+        "outputs_equal": output == plain_output,
+        "mean_acceptance_length": ours.mean_acceptance_length,
+        "acceptance_per_position": ours.acceptance_per_position(options.window),
+        "target_forwards_per_token": ours.forwards_per_token,
         "tokens_per_second": ours.tokens_per_second,
         "plain_tokens_per_second": plain.tokens_per_second,
         "state_bytes": plan.bytes_per_request,
@@ -94,23 +91,30 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report))
     else:
-        print("\n" + _table(report, options, model, len(ours.accepted_counts) / len(ours.output)))
+        print("\n" + _table(report, options, model))
     return 0 if report["outputs_equal"] else 1
 
 
-def _printer() -> Callable[[int, bytes], None]:
-    # A window may end inside a character of several bytes.
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    return lambda _, piece: print(decoder.decode(piece), end="", flush=True)
+class ShownStatistics(Statistics):
+    """Prints the text as it comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A window may end inside a character of several bytes.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def on_output(self, request: Generation, new: list[int]) -> None:
+        super().on_output(request, new)
+        print(self._decoder.decode(bytes(new)), end="", flush=True)
 
 
-def _table(report: dict[str, Any], options: argparse.Namespace, model: Model, forwards_per_token: float) -> str:
+def _table(report: dict[str, Any], options: argparse.Namespace, model: Model) -> str:
     ours, snapshots = report["state_bytes"] / 1024, report["snapshot_bytes"] / 1024
     rows = [
         ("outputs equal", "yes" if report["outputs_equal"] else "NO"),
         ("mean acceptance length, bonus included", f"{report['mean_acceptance_length']:.2f}"),
         ("acceptance per position", " ".join(f"{share:.2f}" for share in report["acceptance_per_position"]) or "-"),
-        ("target forwards per token", f"{forwards_per_token:.2f} (plain: 1.00)"),
+        ("target forwards per token", f"{report['target_forwards_per_token']:.2f} (plain: 1.00)"),
         ("tokens per second", f"{report['tokens_per_second']:.0f} (plain: {report['plain_tokens_per_second']:.0f})"),
         ("state memory per request", f"{ours:.0f} KiB (a snapshot per token: {snapshots:.0f} KiB)"),
     ]
@@ -125,7 +129,7 @@ def main() -> int:
     parser.add_argument("--policy", choices=("eager", "deferred", "ring"), default="ring")
     parser.add_argument("--window", type=int, default=8, help="tokens verified in a step")
     parser.add_argument("--max-bytes", type=int, default=256)
-    parser.add_argument("--prompt", default="0", help="index of a held-out prompt, or a file")
+    parser.add_argument("--prompt", default="9", help="index of a held-out prompt, or a file")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     return run(parser.parse_args())
 

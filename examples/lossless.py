@@ -20,12 +20,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from decode import Generation, decode, make_manager, mean_acceptance_length
-from demo import load_prompts
+from acceptance import Statistics
+from decode import Generation, decode, make_manager
 from drafter import NgramDrafter
 from model import Model, load_model
+from prompts import load_prompts
 from recurrence import SerialMixer
-from specstate import Handle, StateManager
+from specstate import StateManager
 
 TIE = 1e-4
 STATE_ERROR_LIMIT = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -48,7 +49,7 @@ class Report:
     ties: int = 0
     mismatches: int = 0
     largest_state_error: float = 0.0
-    requests: list[Generation] | None = None
+    statistics: Statistics | None = None
     """Of the run over the whole prompts."""
 
     def failed(self, dtype: torch.dtype) -> bool:
@@ -86,18 +87,18 @@ def compare(model: Model, plain: Plain, policy: str, batch: int, window: int) ->
     prompts_left = {i: (prompt, 0) for i, prompt in enumerate(prompts)}  # index: (prompt, output bytes it contains)
     while prompts_left:
         manager = make_manager(model, batch, window, policy)
-        states = _read_before_release(manager)
         length = plain.gaps.shape[1]
         rest = list(prompts_left.items())
         prompts_left = {}
         # Requests of one call share max_bytes; what a tie cut short runs on its own.
         for group in [rest] if len(rest) == len(prompts) else [[item] for item in rest]:
             done = group[0][1][1]
-            requests = decode(model, manager, [p for _, (p, _) in group], length - done, NgramDrafter).requests
-            report.requests = report.requests or requests
+            states = EndStates(manager)
+            requests = decode(model, manager, [p for _, (p, _) in group], length - done, NgramDrafter, states)
+            report.statistics = report.statistics or states
             for (i, _), request in zip(group, requests, strict=True):
                 committed = bytes(request.tokens[: request.committed_len])
-                error = _state_error(states.pop(request.handle), scratch_states(model, committed))
+                error = _state_error(states.states[request.index], scratch_states(model, committed))
                 report.largest_state_error = max(report.largest_state_error, error, key=_nan_is_largest)
                 wanted = plain.outputs[i][done:]
                 differs = [at for at, (a, b) in enumerate(zip(request.output, wanted, strict=True)) if a != b]
@@ -113,17 +114,18 @@ def compare(model: Model, plain: Plain, policy: str, batch: int, window: int) ->
     return report
 
 
-def _read_before_release(manager: StateManager) -> dict[Handle, list[tuple[Tensor, Tensor]]]:
-    """Makes `manager.release` keep the request's state first; returns where it is kept."""
-    states: dict[Handle, list[tuple[Tensor, Tensor]]] = {}
-    release = manager.release
+class EndStates(Statistics):
+    """Keeps the state that every request ends with."""
 
-    def read_and_release(handle: Handle) -> None:
-        states[handle] = [manager.read(handle, layer) for layer in range(manager.config.num_layers)]
-        release(handle)
+    def __init__(self, manager: StateManager) -> None:
+        super().__init__()
+        self.manager = manager
+        self.states: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """By request, layer by layer."""
 
-    manager.release = read_and_release
-    return states
+    def on_done(self, request: Generation) -> None:
+        layers = range(self.manager.config.num_layers)
+        self.states[request.index] = [self.manager.read(request.handle, layer) for layer in layers]
 
 
 def _state_error(states: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor, Tensor]]) -> float:
@@ -160,7 +162,7 @@ def main() -> int:
             failures += report.failed(dtype)
             print(
                 f"{policy:8} window {window}: {report.mismatches} mismatches, {report.ties} ties, "
-                f"mean acceptance {mean_acceptance_length(report.requests):.2f}, "
+                f"mean acceptance {report.statistics.mean_acceptance_length:.2f}, "
                 f"state error {report.largest_state_error:.1e}",
                 flush=True,
             )

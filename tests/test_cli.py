@@ -163,7 +163,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_demo_runs_the_examples_with_its_options(capsys: pytest.CaptureFixture[str], examples: Path) -> None:
     assert main(["demo", "--examples", str(examples)]) == 0
-    assert capsys.readouterr().out == "False ring 8 256 0 float32 beside\n"
+    assert capsys.readouterr().out == "False ring 8 256 9 float32 beside\n"
     options = "--json --policy eager --window 4 --max-bytes 9 --prompt bad --dtype float64".split()
     assert main(["demo", "--examples", str(examples), *options]) == CHECK_FAILED
     assert capsys.readouterr().out == "True eager 4 9 bad float64 beside\n"

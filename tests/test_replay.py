@@ -14,7 +14,7 @@ from specstate.backends.metadata import MetadataBackend
 from specstate.backends.tensors import TensorBackend
 from specstate.cli import main
 from specstate.config import KDALayerSpec, StateConfig
-from specstate.kernels import reference
+from specstate.kernels import cursors, reference
 from specstate.kernels import rows as at
 from specstate.manager import StateManager
 from specstate.metadata import Handle
@@ -122,7 +122,7 @@ def fold_is_off_by_a_billionth(patch: Patch) -> None:
 
 
 def rows_are_never_nulled(patch: Patch) -> None:
-    patch.setattr(reference, "null_row", lambda rows, row: None)
+    patch.setattr(TensorBackend, "null_row", lambda self, rows, row: None)
 
 
 def rows_are_not_refreshed(patch: Patch) -> None:
@@ -130,25 +130,25 @@ def rows_are_not_refreshed(patch: Patch) -> None:
 
 
 def cancel_leaves_the_fold_half_done(patch: Patch) -> None:
-    right = reference.verify_fold_plan
+    right = cursors.verify_fold_plan
 
     def verify_fold_plan(rows: torch.Tensor) -> torch.Tensor:
         plan = right(rows).clone()
         plan[:, at.PLAN_COUNT] = 0
         return plan
 
-    patch.setattr(reference, "verify_fold_plan", verify_fold_plan)
+    patch.setattr(cursors, "verify_fold_plan", verify_fold_plan)
 
 
 def advance_forgets_what_verify_folded(patch: Patch) -> None:
-    right = reference.advance
+    right = cursors.advance
 
     def advance(rows: torch.Tensor, *rest: Any) -> torch.Tensor:
         rows = rows.clone()
         rows[:, at.FOLD_LEN] = 0
         return right(rows, *rest)
 
-    patch.setattr(reference, "advance", advance)
+    patch.setattr(cursors, "advance", advance)
 
 
 def flush_folds_again_what_verify_folded(patch: Patch) -> None:
@@ -156,31 +156,31 @@ def flush_folds_again_what_verify_folded(patch: Patch) -> None:
 
 
 def finished_is_ignored(patch: Patch) -> None:
-    right = reference.accepted_counts
-    patch.setattr(reference, "accepted_counts", lambda rows, counts, finished, *rest: right(rows, counts, None, *rest))
+    right = cursors.accepted_counts
+    patch.setattr(cursors, "accepted_counts", lambda rows, counts, finished, *rest: right(rows, counts, None, *rest))
 
 
 def counts_are_not_clamped(patch: Patch) -> None:
     def accepted_counts(rows: torch.Tensor, counts: torch.Tensor, *_: Any) -> torch.Tensor:
         return torch.where(rows[:, at.RECORD_ROW] >= 0, counts, 0).to(torch.int32)
 
-    patch.setattr(reference, "accepted_counts", accepted_counts)
+    patch.setattr(cursors, "accepted_counts", accepted_counts)
 
 
 def counts_are_read_in_row_order(patch: Patch) -> None:
-    patch.setattr(TensorBackend, "by_row", lambda self, rows, values: values[: rows.step.rows.shape[0]])
+    patch.setattr(TensorBackend, "by_row", lambda self, rows, values: values[: rows.rows.shape[0]])
 
 
 def padding_counts_as_slot_zero(patch: Patch) -> None:
     # The classic: -1 clamped to 0, so that padded rows own the first record slot.
-    right = reference.begin
+    right = cursors.begin
 
-    def begin(staged: torch.Tensor, *rest: Any, **options: Any) -> reference.StepTensors:
+    def begin(staged: torch.Tensor, *rest: Any, **options: Any) -> cursors.StepTensors:
         staged[:, at.RECORD_ROW].clamp_(min=0)
         return right(staged, *rest, **options)
 
-    patch.setattr(reference, "begin", begin)
-    patch.setattr(reference, "live_rows", lambda rows: rows[:, at.RECORD_ROW] >= 0)
+    patch.setattr(cursors, "begin", begin)
+    patch.setattr(cursors, "live_rows", lambda rows: rows[:, at.RECORD_ROW] >= 0)
 
 
 def slots_are_handed_on_unclean(patch: Patch) -> None:
@@ -218,45 +218,71 @@ def records_that_wrap_are_misread(patch: Patch) -> None:
 
 
 def ring_folds_a_window_early(patch: Patch) -> None:
-    right = reference.advance
+    right = cursors.advance
 
-    def advance(rows: Any, accepted: Any, fold: Any, cursors: Any, capacity: int | None, longest: int) -> torch.Tensor:
-        return right(rows, accepted, fold, cursors, capacity and capacity - longest, longest)
+    def advance(rows: Any, accepted: Any, fold: Any, table: Any, capacity: int | None, longest: int) -> torch.Tensor:
+        return right(rows, accepted, fold, table, capacity and capacity - longest, longest)
 
-    patch.setattr(reference, "advance", advance)
+    patch.setattr(cursors, "advance", advance)
 
 
-GUARDS: list[tuple[Callable[[Patch], None], str]] = [
-    (conv_history_off_by_one, "class01_mixed_windows_ring"),
-    (conv_history_off_by_one, "class13_written_records_eager"),
-    (fold_forgets_a_record, "class01_smallest_ring_eager"),
-    (fold_is_off_by_a_billionth, "class13_flush_deferred"),
-    (rows_are_never_nulled, "class03_row_identity_deferred"),
-    (rows_are_never_nulled, "class13_late_ends_ring"),
-    (rows_are_not_refreshed, "class13_flush_ring"),
-    (rows_are_not_refreshed, "class13_flush_deferred"),
-    (cancel_leaves_the_fold_half_done, "class13_cancel_deferred"),
-    (advance_forgets_what_verify_folded, "class01_mixed_windows_deferred"),
-    (flush_folds_again_what_verify_folded, "class13_flush_deferred"),
-    (finished_is_ignored, "class06_end_tokens_eager"),
-    (counts_are_not_clamped, "class02_counts_out_of_range_deferred"),
-    (counts_are_read_in_row_order, "class03_row_identity_ring"),
-    (padding_counts_as_slot_zero, "class05_padding_deferred"),
-    (slots_are_handed_on_unclean, "class04_slot_reuse_ring"),
-    (load_leaves_the_conv_ring, "class06_end_tokens_ring"),
-    (records_that_wrap_are_misread, "class01_smallest_ring_ring"),
-    (ring_folds_a_window_early, "class01_smallest_ring_ring"),
+def padding_is_not_zeroed(patch: Patch) -> None:
+    right = TensorBackend.verify
+
+    def verify(self: TensorBackend, rows: Any, *rest: Any) -> torch.Tensor:
+        out = right(self, rows, *rest)
+        out[int(rows.query_start_loc[-1]) :] = 1e-30
+        return out
+
+    patch.setattr(TensorBackend, "verify", verify)
+
+
+#: What is broken, a trace that must show it, and how: a guard that merely crashes shows something else.
+GUARDS: list[tuple[Callable[[Patch], None], str, str]] = [
+    (conv_history_off_by_one, "class01_mixed_windows_ring", "conv history of Handle(request_id='a'"),
+    (conv_history_off_by_one, "class13_written_records_eager", "conv history of Handle(request_id='b'"),
+    (fold_forgets_a_record, "class01_smallest_ring_eager", "state of Handle(request_id='full'"),
+    (fold_is_off_by_a_billionth, "class13_flush_deferred", "e-09, more than"),
+    (rows_are_never_nulled, "class03_row_identity_deferred", "counter dropped_ends is 2, wanted 1"),
+    (rows_are_never_nulled, "class13_late_ends_ring", "counter dropped_ends is 2, wanted 1"),
+    (rows_are_not_refreshed, "class13_flush_ring", "output of token 0 of step 1"),
+    (rows_are_not_refreshed, "class13_flush_deferred", "output of token 0 of step 1"),
+    (cancel_leaves_the_fold_half_done, "class13_cancel_deferred", "conv history of checkpoint slot 1 differs"),
+    (advance_forgets_what_verify_folded, "class01_mixed_windows_deferred", "state of Handle(request_id='a'"),
+    (flush_folds_again_what_verify_folded, "class13_flush_deferred", "state of Handle(request_id='b'"),
+    (finished_is_ignored, "class06_end_tokens_eager", "counter wasted_windows is 0, wanted 1"),
+    (counts_are_not_clamped, "class02_counts_out_of_range_deferred", "counter clamps is 0, wanted 3"),
+    (counts_are_read_in_row_order, "class03_row_identity_ring", "counter clamps is 1, wanted 0"),
+    (padding_counts_as_slot_zero, "class05_padding_deferred", "record_slots is [0, 0, 0, 0, 0, 0], wanted [-1, "),
+    (padding_is_not_zeroed, "class05_padding_eager", "is not zero where no request has a token"),
+    (slots_are_handed_on_unclean, "class04_slot_reuse_ring", "in layer 0 at 0 is off by"),
+    (load_leaves_the_conv_ring, "class06_end_tokens_ring", "differs from the conv ring of record slot 0"),
+    (records_that_wrap_are_misread, "class01_smallest_ring_ring", "state of Handle(request_id='any'"),
+    (ring_folds_a_window_early, "class01_smallest_ring_ring", "digest is"),
 ]
 
 
-@pytest.mark.parametrize(("break_guard", "name"), GUARDS, ids=lambda value: getattr(value, "__name__", value))
-def test_a_broken_guard_shows(monkeypatch: Patch, break_guard: Callable[[Patch], None], name: str) -> None:
+@pytest.mark.parametrize(
+    ("break_guard", "name", "shows"), GUARDS, ids=[f"{guard.__name__}-{name}" for guard, name, _ in GUARDS]
+)
+def test_a_broken_guard_shows(monkeypatch: Patch, break_guard: Callable[[Patch], None], name: str, shows: str) -> None:
     break_guard(monkeypatch)
     report = replay_file(golden(name))
     assert not report.ok
     assert report.first_difference is not None
+    assert shows in report.first_difference.what
     assert 1 <= report.first_difference.event <= report.events + 1
     assert "\n" not in report.first_difference.what
+
+
+@pytest.mark.parametrize("error", [TypeError, AttributeError, NameError, KeyError])
+def test_a_fault_of_the_program_is_no_difference(monkeypatch: Patch, error: type[Exception]) -> None:
+    def crash(self: StateManager, handle: Handle) -> None:
+        raise error("a slip")
+
+    monkeypatch.setattr(StateManager, "release", crash)
+    with pytest.raises(error, match="a slip"):
+        replay_file(golden("class04_slot_reuse_ring"))
 
 
 def test_a_broken_cursor_shows_without_payloads(monkeypatch: Patch) -> None:

@@ -417,6 +417,8 @@ def test_damaged_files_are_named(damaged: Callable[[bytes], Path], tmp_path: Pat
         (b"", ": is empty"),
         (b"\n", ", line 1 is not JSON"),
         (body, f", line {last - 1} is the last, and no end"),
+        (body, "(--partial replays what there is)"),
+        (body[:-9], "(--partial replays what there is)"),
         (data + lines[1], f", line {last + 1} comes after the end"),
         (data + b"\n", f", line {last + 1} comes after the end"),
         (data + lines[-1], f", line {last + 1} comes after the end"),

@@ -32,10 +32,10 @@ def read_trace(path: str | os.PathLike[str], partial: bool = False) -> tuple[Hea
     *lines, torn = data.split(b"\n")
     if torn:
         if not partial:
-            where, reason = _place(name, len(lines) + 1), "is cut short: no newline at its end (--partial replays what there is)"
+            where = _place(name, len(lines) + 1)
             # Damage further up is named first.
             _parse_all(name, lines, partial=True)
-            raise TraceError(f"{where} {reason}")
+            raise TraceError(f"{where} is cut short: no newline at its end (--partial replays what there is)")
         if _is_json(torn):
             lines.append(torn)
         elif not lines:

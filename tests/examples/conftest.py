@@ -30,6 +30,6 @@ def model() -> Any:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[bytes]:
-    from demo import load_prompts
+    from prompts import load_prompts
 
     return [prompt for _, prompt in load_prompts(EXAMPLES)]

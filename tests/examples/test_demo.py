@@ -24,6 +24,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         "outputs_equal",
         "mean_acceptance_length",
         "acceptance_per_position",
+        "target_forwards_per_token",
         "tokens_per_second",
         "plain_tokens_per_second",
         "state_bytes",

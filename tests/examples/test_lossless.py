@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from decode import decode, make_manager, mean_acceptance_length
+from acceptance import Statistics, main
+from decode import Generation, decode, make_manager
 from drafter import NgramDrafter
 from lossless import Plain, Report, compare, plain_decode
 from model import load_model
+from specstate import SamplingParams
 
 from .conftest import EXAMPLES
 
@@ -66,24 +68,64 @@ def test_float64_has_no_ties(float64: tuple[Any, Plain], policy: str) -> None:
 
 def test_mean_acceptance_length(model: Any, prompts: list[bytes]) -> None:
     """Window 8, eight whole held-out prompts, the bonus token counted."""
-    manager = make_manager(model, 8, 8, "ring")
-    done = decode(model, manager, prompts[:8], MAX_BYTES, NgramDrafter)
-    assert mean_acceptance_length(done.requests) >= 2.5
+    manager, statistics = make_manager(model, 8, 8, "ring"), Statistics()
+    decode(model, manager, prompts[:8], MAX_BYTES, NgramDrafter, statistics)
+    assert statistics.mean_acceptance_length >= 2.5
     assert manager.num_requests == 0
 
 
+class Collected(Statistics):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: dict[int, bytes] = {}
+        self.done: list[int] = []
+
+    def on_output(self, request: Generation, new: list[int]) -> None:
+        super().on_output(request, new)
+        self.pieces[request.index] = self.pieces.get(request.index, b"") + bytes(new)
+
+    def on_done(self, request: Generation) -> None:
+        self.done.append(request.index)
+
+
 def test_text_is_streamed_and_counted(model: Any, prompts: list[bytes]) -> None:
-    pieces: dict[int, bytes] = {0: b"", 1: b"", 2: b""}
-
-    def collect(index: int, piece: bytes) -> None:
-        pieces[index] += piece
-
-    done = decode(model, make_manager(model, 2, 4, "eager"), [p[:9] for p in prompts[:3]], 20, NgramDrafter, collect)
-    for request in done.requests:
-        assert pieces[request.index] == request.output
-        assert len(request.output) == 1 + sum(request.accepted_counts) == 20
+    heard = Collected()
+    requests = decode(model, make_manager(model, 2, 4, "eager"), [p[:9] for p in prompts[:3]], 20, NgramDrafter, heard)
+    for request in requests:
+        assert heard.pieces[request.index] == request.output
+        assert len(request.output) == 1 + sum(heard.yields[request.index]) == 20
         assert request.committed_len == 9 + 20 - 1
-    assert done.target_forwards >= max(len(r.accepted_counts) for r in done.requests)
+    assert sorted(heard.done) == [0, 1, 2]
+    assert heard.mean_acceptance_length == 57 / len(heard.counts)
+    assert heard.mean_acceptance_length == pytest.approx(1 + sum(heard.acceptance_per_position(4)))
+    assert heard.forwards_per_token == len(heard.counts) / 60
+    assert heard.tokens_per_second > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_ends_with_its_end_token(model: Any, prompts: list[bytes], policy: str) -> None:
+    """Whether it is sampled or an accepted draft; what was sampled inside a prompt does not end it."""
+    few, end = [prompt[:96] for prompt in prompts[:5]], b"\n"
+    whole = decode(model, make_manager(model, 2, 8, policy), few, 80, NgramDrafter)
+    sampling = SamplingParams(end_token_ids=(end[0],))
+    cut_short = decode(model, make_manager(model, 2, 8, policy), few, 80, NgramDrafter, sampling=sampling)
+    for request, reference in zip(cut_short, whole, strict=True):
+        assert request.output == reference.output[: reference.output.find(end) + 1] or end not in reference.output
+    assert any(len(request.output) < 80 for request in cut_short)
+
+
+def test_a_manager_may_be_elsewhere(model: Any) -> None:
+    manager = make_manager(model, 1, 2, "ring", backend="reference", device="cpu")
+    assert manager.device == model.embedding.device
+
+
+def test_acceptance_prints_a_line_a_prompt_and_the_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    main(["--prompts", "2", "--max-bytes", "12", "--window", "3"])
+    torch.set_num_threads(threads)
+    first, second, mean = capsys.readouterr().out.splitlines()
+    assert first.split()[1] == "0" and second.split()[1] == "1"
+    assert "tokens per window over all" in mean
 
 
 def test_a_tie_is_counted_and_the_comparison_goes_on(model: Any, prompts: list[bytes]) -> None:

@@ -270,8 +270,8 @@ def padding(path: Path, policy: str) -> None:
 
 
 def end_tokens(path: Path, policy: str) -> None:
-    """Class 6: block boundaries met and crossed; end tokens inside a window, and windows verified after them."""
-    s = Script(path, toy(policy, max_query_len=5, block_size=8))
+    """Class 6: lengths of 8 met and crossed; end tokens inside a window, and windows verified after them."""
+    s = Script(path, toy(policy, max_query_len=5))
     s.admit("a", "b", "c", "d", end_token_ids=(2, 9))
     s.load("a", 6)
     s.window([("a", 4)], [2])  # exactly on 8
