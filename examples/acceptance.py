@@ -1,6 +1,6 @@
 """How many tokens a window yields, and how fast: counts of a run, and their mean over all held-out prompts.
 
-    python examples/acceptance.py                        # 24 prompts x 256 bytes, windows of 8
+python examples/acceptance.py                        # 24 prompts x 256 bytes, windows of 8
 """
 
 from __future__ import annotations

@@ -10,7 +10,16 @@ from typing import Protocol
 import torch
 
 from model import Model
-from specstate import Handle, KDALayerSpec, LayerParams, SamplingParams, StateConfig, StateManager, StepMetadata
+from specstate import (
+    Handle,
+    HostCopy,
+    KDALayerSpec,
+    LayerParams,
+    SamplingParams,
+    StateConfig,
+    StateManager,
+    StepMetadata,
+)
 
 
 class Drafter(Protocol):
@@ -81,6 +90,18 @@ def make_manager(
     return StateManager(config, params, device=device, backend=backend)
 
 
+def run_step(model: Model, manager: StateManager, metadata: StepMetadata, tokens: torch.Tensor) -> HostCopy:
+    """A whole step over the windows `tokens`: the model's forward with the manager's verify, sampling, and its end."""
+    step = manager.begin_step(metadata)
+    logits = model(tokens, step.verify)
+    result = step.sample(logits, tokens)
+    # The copy stands in the stream before the step's end: the host has its tokens, and can go on to the next drafts,
+    # while the device still folds.
+    copy = result.to_host_async()
+    step.defer(result)
+    return copy
+
+
 def decode(
     model: Model,
     manager: StateManager,
@@ -89,12 +110,14 @@ def decode(
     make_drafter: Callable[[], Drafter] | None = None,
     listener: Listener | None = None,
     sampling: SamplingParams | None = None,
+    run: Callable[[Model, StateManager, StepMetadata, torch.Tensor], HostCopy] = run_step,
 ) -> list[Generation]:
     """Greedily continues every prompt by at most `max_bytes` bytes; requests enter as slots fall free, leave when done.
 
     A prompt enters the state in "prompt" rows, the last of which samples the first byte of output. From there on a
     window is the last byte, with drafts behind it where `make_drafter` is given. A request ends after `max_bytes`, or
-    with the first of `sampling.end_token_ids`, which is kept. Prompts must hold at least one byte.
+    with the first of `sampling.end_token_ids`, which is kept. Prompts must hold at least one byte. `run` does one step:
+    `graph_decode.py` has one that replays a CUDA graph.
     """
     device, longest = model.embedding.device, manager.config.max_query_len
     listener = listener or Listener()
@@ -124,16 +147,9 @@ def decode(
 
         handles = tuple(request.handle for request in running)
         lengths = tuple(len(window) for window in windows)
-        step = manager.begin_step(StepMetadata(handles=handles, query_lens=lengths, row_kinds=tuple(kinds)))
+        metadata = StepMetadata(handles=handles, query_lens=lengths, row_kinds=tuple(kinds))
         tokens = torch.tensor([token for window in windows for token in window], device=device)
-        logits = model(tokens, step.verify)
-        result = step.sample(logits, tokens)
-        # The copy stands in the stream before the step's end: the host has its tokens, and can go on to the next
-        # drafts, while the device still folds.
-        copy = result.to_host_async()
-        step.defer(result)
-
-        sampled = copy.wait()
+        sampled = run(model, manager, metadata, tokens).wait()
         columns = (column.tolist() for column in (sampled.num_accepted, sampled.tokens, sampled.finished))
         for request, num_accepted, row, finished in zip(list(running), *columns, strict=True):
             request.committed_len += num_accepted

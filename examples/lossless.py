@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from acceptance import Statistics
-from decode import Generation, decode, make_manager
+from decode import Generation, decode, make_manager, run_step
 from drafter import NgramDrafter
 from model import Model, load_model
 from prompts import load_prompts
 from recurrence import SerialMixer
-from specstate import StateManager
+from specstate import HostCopy, StateManager
 
 TIE = 1e-4
 STATE_ERROR_LIMIT = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -63,7 +63,8 @@ def plain_decode(model: Model, prompts: Sequence[bytes], max_bytes: int) -> Plai
     texts = [list(prompt) for prompt in prompts]
     gaps: list[list[float]] = [[] for _ in prompts]
     for position in range(max(len(prompt) for prompt in prompts) + max_bytes - 1):
-        logits = model(torch.tensor([text[min(position, len(text) - 1)] for text in texts]), mix)
+        tokens = torch.tensor([text[min(position, len(text) - 1)] for text in texts], device=model.embedding.device)
+        logits = model(tokens, mix)
         best = logits.topk(2)
         for i, text in enumerate(texts):
             if position == len(text) - 1 and len(gaps[i]) < max_bytes:
@@ -77,16 +78,28 @@ def plain_decode(model: Model, prompts: Sequence[bytes], max_bytes: int) -> Plai
 def scratch_states(model: Model, tokens: bytes) -> list[tuple[Tensor, Tensor]]:
     """Recurrent [H, V, K] and conv [C, W-1] of every layer after `tokens`, from zero, by the serial recurrence."""
     mix = SerialMixer(model.layer_params())
-    model(torch.tensor(list(tokens)), mix)
+    model(torch.tensor(list(tokens), device=model.embedding.device), mix)
     return [(recurrent[0], conv[0]) for recurrent, conv in zip(mix.recurrent, mix.conv, strict=True)]
 
 
-def compare(model: Model, plain: Plain, policy: str, batch: int, window: int) -> Report:
-    """Decodes the prompts of `plain` speculatively, `batch` at a time, and compares every byte and every end state."""
+def compare(
+    model: Model,
+    plain: Plain,
+    policy: str,
+    batch: int,
+    window: int,
+    backend: str = "reference",
+    make_run: Callable[[Model, StateManager], Callable[..., HostCopy]] | None = None,
+) -> Report:
+    """Decodes the prompts of `plain` speculatively, `batch` at a time, and compares every byte and every end state.
+
+    `make_run` makes what does a step, by default `decode.run_step`.
+    """
     report, prompts = Report(), plain.prompts
     prompts_left = {i: (prompt, 0) for i, prompt in enumerate(prompts)}  # index: (prompt, output bytes it contains)
     while prompts_left:
-        manager = make_manager(model, batch, window, policy)
+        manager = make_manager(model, batch, window, policy, backend)
+        run = run_step if make_run is None else make_run(model, manager)
         length = plain.gaps.shape[1]
         rest = list(prompts_left.items())
         prompts_left = {}
@@ -94,7 +107,7 @@ def compare(model: Model, plain: Plain, policy: str, batch: int, window: int) ->
         for group in [rest] if len(rest) == len(prompts) else [[item] for item in rest]:
             done = group[0][1][1]
             states = EndStates(manager)
-            requests = decode(model, manager, [p for _, (p, _) in group], length - done, NgramDrafter, states)
+            requests = decode(model, manager, [p for _, (p, _) in group], length - done, NgramDrafter, states, run=run)
             report.statistics = report.statistics or states
             for (i, _), request in zip(group, requests, strict=True):
                 committed = bytes(request.tokens[: request.committed_len])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specstate.manager import StateManager
     from specstate.metadata import Handle, StepMetadata
     from specstate.params import LayerParams
-    from specstate.sampling import SampleResult, SamplingParams
+    from specstate.sampling import HostCopy, SampleResult, SamplingParams
     from specstate.step import Step
     from specstate.trace import TraceError, TraceRecorder
 
@@ -28,6 +28,7 @@ __all__ = [
     "CapacityError",
     "DeviceCounters",
     "Handle",
+    "HostCopy",
     "KDALayerSpec",
     "LayerParams",
     "LayerState",
@@ -49,6 +50,7 @@ __all__ = [
 _LAZY = {
     "DeviceCounters": "specstate.backends",
     "Handle": "specstate.metadata",
+    "HostCopy": "specstate.sampling",
     "LayerParams": "specstate.params",
     "LayerState": "specstate.backends",
     "SampleResult": "specstate.sampling",

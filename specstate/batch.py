@@ -5,6 +5,7 @@ from typing import NamedTuple
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError, StepOrderError
 from specstate.kernels import rows as at
+from specstate.limits import MAX_POSITION, MAX_STEP_SIZE
 from specstate.metadata import StepMetadata
 from specstate.requests import Request, RequestTable
 
@@ -46,21 +47,26 @@ def find_requests(metadata: StepMetadata, table: RequestTable, config: StateConf
             raise SpecStateError(f"{name} is also row {row_of[handle.request_id]}{where}")
         if request.open_step is not None:
             raise StepOrderError(f"{name} is in step {request.open_step.index}, still open{where}")
+        if request.most_committed + query_len > MAX_POSITION:
+            raise SpecStateError(
+                f"{name} may stand at {request.most_committed}, query_lens[{row}] = {query_len} could lead past "
+                f"{MAX_POSITION}; committed_len waits for the device and says where it stands{where}"
+            )
         requests.append(request)
     return requests
 
 
 def padded_shape(metadata: StepMetadata, pad_to: object, where: str) -> tuple[int, int]:
-    """(rows, tokens) that the device sees. Raises SpecStateError when ``pad_to`` is malformed or too small."""
+    """(rows, tokens) that the device sees. Raises SpecStateError when ``pad_to`` or a size is out of range."""
     shape = len(metadata.handles), sum(metadata.query_lens)
-    if pad_to is None:
-        return shape
-    padded = pad_to if isinstance(pad_to, tuple) else (pad_to, shape[1])
+    padded = shape if pad_to is None else pad_to if isinstance(pad_to, tuple) else (pad_to, shape[1])
     if len(padded) != 2 or any(type(size) is not int for size in padded):
         raise SpecStateError(f"pad_to = {pad_to!r} must be rows or (rows, tokens){where}")
     for name, size, least in zip(("rows", "tokens"), padded, shape, strict=True):
         if size < least:
             raise SpecStateError(f"pad_to {name} = {size} is less than the step's {least}{where}")
+        if size > MAX_STEP_SIZE:
+            raise SpecStateError(f"{'' if pad_to is None else 'pad_to '}{name} = {size} exceeds {MAX_STEP_SIZE}{where}")
     return padded
 
 

@@ -31,11 +31,16 @@ class PinnedStaging:
         if self._buffers and self._buffers[0][1].query():
             buffer, event = self._buffers.popleft()
         else:
-            buffer, event = torch.empty(self._size, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
-        buffer.copy_(torch.tensor(values, dtype=torch.int32))
+            buffer, event = self._new_buffer(), torch.cuda.Event()
+        buffer.copy_(torch.tensor(values, dtype=torch.int32, device="cpu"))
         target.copy_(buffer, non_blocking=True)
         event.record()
         self._buffers.append((buffer, event))
+
+    def _new_buffer(self) -> torch.Tensor:
+        # An ordinary tensor also in inference mode: it is written to again, in any mode.
+        with torch.inference_mode(False):
+            return torch.empty(self._size, dtype=torch.int32, device="cpu", pin_memory=True)
 
 
 class Capture:

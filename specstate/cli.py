@@ -68,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_plan(commands)
     _add_replay(commands)
+    _add_command(commands, "doctor", run_doctor, "say what runs on this machine, and check its kernels")
     return parser
 
 
@@ -182,7 +183,7 @@ def _add_replay(commands: Any) -> None:
     replay.add_argument("file", metavar="FILE", help="a trace, one JSON object a line")
     replay.add_argument("--partial", action="store_true", help="accept a trace that was never closed")
     replay.add_argument("--full-shape", action="store_true", help="replay at the recorded sizes, not shrunk")
-    replay.add_argument("--backend", choices=("reference",), default="reference")
+    replay.add_argument("--backend", choices=("reference", "triton", "metadata"), default="reference")
 
 
 def run_replay(options: argparse.Namespace) -> int:
@@ -200,6 +201,22 @@ def run_replay(options: argparse.Namespace) -> int:
     else:
         print(f"first difference at event {first.event} ({first.kind}): {first.what}")
     return FINE if report.ok else CHECK_FAILED
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from specstate.doctor import examine
+
+    found = examine()
+    if options.json:
+        print(json.dumps(asdict(found)))
+        return FINE if found.ok else CHECK_FAILED
+    print(f"{', '.join(f'{name} {text}' for name, text in found.versions.items())}; {found.device}")
+    print(f"backend {found.backend!r}, path {found.path!r}: {found.reason}")
+    for check in found.checks:
+        print(f"{'ok    ' if check.ok else 'FAILED'} {check.name}: {check.detail}")
+    return FINE if found.ok else CHECK_FAILED
 
 
 class UsageError(Exception):

@@ -1,10 +1,22 @@
 """What a manager is built for: the shape of a layer, how many requests, which fold policy."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from specstate.layout import gib, plan_bytes
+from specstate.limits import (
+    INT64_MAX,
+    MAX_BLOCK_SIZE,
+    MAX_CONV_KERNEL_SIZE,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_QUERY_LEN,
+    MAX_RECORD_CAPACITY,
+    MAX_SLOTS,
+    MIN_GATE_LOWER_BOUND,
+)
 
 FoldPolicy = Literal["eager", "deferred", "ring"]
 CheckpointDtype = Literal["float32", "bfloat16", "float64"]
@@ -13,6 +25,10 @@ ActivationDtype = Literal["bfloat16", "float16", "float32", "float64"]
 #: Records per request, in windows of max_query_len: the least that each policy works with, and the default.
 MINIMUM_WINDOWS: dict[str, int] = {"eager": 1, "deferred": 2, "ring": 2}
 DEFAULT_WINDOWS: dict[str, int] = {"eager": 1, "deferred": 2, "ring": 4}
+
+#: Stands for a size that follows from others; a built config states the size itself.
+_FOLLOWS: Any = None
+_FOLLOWING = ("record_capacity", "num_checkpoints")
 
 
 class _Frozen(BaseModel):
@@ -26,15 +42,15 @@ class KDALayerSpec(_Frozen):
     heads, all key heads, all value heads.
     """
 
-    num_heads: int = Field(ge=1)
+    num_heads: int = Field(ge=1, le=MAX_HEADS)
     """H, heads of this rank."""
-    head_k_dim: int = Field(ge=1)
+    head_k_dim: int = Field(ge=1, le=MAX_HEAD_DIM)
     """K, the key (and query, and gate) dimension of a head."""
-    head_v_dim: int = Field(ge=1)
+    head_v_dim: int = Field(ge=1, le=MAX_HEAD_DIM)
     """V, the value dimension of a head."""
-    conv_kernel_size: int | None = Field(default=4, ge=2)
+    conv_kernel_size: int | None = Field(default=4, ge=2, le=MAX_CONV_KERNEL_SIZE)
     """W, taps of the causal convolution; None when the model convolves itself."""
-    gate_lower_bound: float | None = Field(default=None, lt=0.0, allow_inf_nan=False)
+    gate_lower_bound: float | None = Field(default=None, ge=MIN_GATE_LOWER_BOUND, lt=0.0, allow_inf_nan=False)
     """None: softplus gate (Kimi Linear). A negative bound: the bounded gate (Kimi K3, -5.0)."""
 
     @property
@@ -54,25 +70,25 @@ class StateConfig(_Frozen):
     Raises pydantic's ``ValidationError`` (a ``ValueError``) that names the field, its value and the limit.
     """
 
-    num_layers: int = Field(ge=1)
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
     """KDA layers of this rank."""
     layer: KDALayerSpec
-    max_requests: int = Field(ge=1)
+    max_requests: int = Field(ge=1, le=MAX_SLOTS)
     """Record slots: requests that can be decoded at a time."""
-    max_query_len: int = Field(ge=1)
+    max_query_len: int = Field(ge=1, le=MAX_QUERY_LEN)
     """T, the longest window: the last sampled token and T - 1 drafts."""
     fold_policy: FoldPolicy = "ring"
-    record_capacity: int = Field(default=0, ge=1)
+    record_capacity: int = Field(default=_FOLLOWS, ge=1, le=MAX_RECORD_CAPACITY)
     """R, records a request can hold; by default T, 2 T and 4 T under eager, deferred and ring."""
-    num_checkpoints: int = Field(default=0, ge=1)
+    num_checkpoints: int = Field(default=_FOLLOWS, ge=1, le=MAX_SLOTS)
     """Checkpoint slots, the null slot not counted; by default max_requests."""
     checkpoint_dtype: CheckpointDtype = "float32"
     """Of the recurrent state. float64 is for the reference backend."""
     activation_dtype: ActivationDtype = "bfloat16"
     """Of qkv, keys, gates and the conv inputs."""
-    block_size: int | None = Field(default=None, ge=1)
+    block_size: int | None = Field(default=None, ge=1, le=MAX_BLOCK_SIZE)
     """Tokens between boundary checkpoints; None for none."""
-    memory_limit_bytes: int | None = Field(default=None, ge=1)
+    memory_limit_bytes: int | None = Field(default=None, ge=1, le=INT64_MAX)
     """A plan above it is refused."""
     path: str | None = None
     """Pins the kernels that run; None lets the backend choose."""
@@ -94,16 +110,16 @@ class StateConfig(_Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_defaults(cls, data: object) -> object:
-        # Sizes that follow from others are filled in before validation, so that a built config states what it means.
+    def _follow(cls, data: object) -> object:
+        """Sizes that follow from others. Where those are wrong nothing is filled in, and they are what is refused."""
         if not isinstance(data, dict):
             return data
-        filled = dict(data)
+        filled = {name: value for name, value in data.items() if value is not None or name not in _FOLLOWING}
         policy, window = filled.get("fold_policy", "ring"), filled.get("max_query_len")
-        if filled.get("record_capacity") is None and policy in DEFAULT_WINDOWS and isinstance(window, int):
-            filled["record_capacity"] = DEFAULT_WINDOWS[policy] * window
-        if filled.get("num_checkpoints") is None and isinstance(filled.get("max_requests"), int):
-            filled["num_checkpoints"] = filled["max_requests"]
+        if isinstance(policy, str) and policy in DEFAULT_WINDOWS and isinstance(window, int):
+            filled.setdefault("record_capacity", DEFAULT_WINDOWS[policy] * window)
+        if isinstance(filled.get("max_requests"), int):
+            filled.setdefault("num_checkpoints", filled["max_requests"])
         return filled
 
     @model_validator(mode="after")

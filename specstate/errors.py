@@ -10,7 +10,7 @@ class SpecStateError(ValueError):
 
 
 class CapacityError(SpecStateError):
-    """No free slot."""
+    """No free slot, or not the memory that a config asks for."""
 
 
 class StaleHandleError(SpecStateError):

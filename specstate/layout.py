@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from specstate.kernels import rows as at
+
 if TYPE_CHECKING:
     from specstate.config import StateConfig
 
@@ -15,9 +17,9 @@ DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float
 #: End tokens that a request may have; the device table is this wide.
 MAX_END_TOKENS = 8
 
-#: int32 columns of the cursor table (see kernels/rows.py) and int64 entries of the device counters.
-CURSOR_COLUMNS = 4
-DEVICE_COUNTERS = 4
+#: Window tokens that a verify convolves at a time; more rows take more launches. Of a fixed size, so that what is paid
+#: once does not grow with the requests.
+CONV_OUTPUT_TOKENS = 1024
 
 Scope = Literal["checkpoint slot", "record slot", "manager"]
 
@@ -51,7 +53,7 @@ class BytePlan:
     total_bytes: int
     """All that the manager allocates, null slot, scratch row and counters included."""
     overhead_bytes: int
-    """The null slot, the scratch row and what the manager has once: paid before the first request."""
+    """The null slot, the scratch row, and what the manager has once (workspace, counters): paid before any request."""
     checkpoint_bytes_per_request: int
     """One checkpoint slot: recurrent state and conv history of all layers."""
     bytes_per_request: int
@@ -90,14 +92,15 @@ def tensor_layouts(config: "StateConfig") -> tuple[TensorLayout, ...]:
         tensors += [
             TensorLayout("conv", (layers, slots, channels, history), activation, "checkpoint slot", 1),
             TensorLayout("conv_ring", (layers, rows, ring, channels), activation, "record slot", 1),
+            TensorLayout("conv_output", (CONV_OUTPUT_TOKENS, channels), activation, "manager"),
         ]
     tensors += [
         TensorLayout("record_u", (layers, rows, heads, capacity, v_dim), record, "record slot", 1),
         TensorLayout("record_key_gate", (layers, rows, heads, capacity, 2, k_dim), activation, "record slot", 1),
         TensorLayout("record_inv_norm", (layers, rows, heads, capacity), "float32", "record slot", 1),
-        TensorLayout("cursors", (rows, CURSOR_COLUMNS), "int32", "record slot"),
+        TensorLayout("cursors", (rows, at.CURSOR_COLUMNS), "int32", "record slot"),
         TensorLayout("end_tokens", (rows, MAX_END_TOKENS), "int32", "record slot"),
-        TensorLayout("counters", (DEVICE_COUNTERS,), "int64", "manager"),
+        TensorLayout("counters", (at.DEVICE_COUNTERS,), "int64", "manager"),
     ]
     return tuple(tensors)
 

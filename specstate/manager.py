@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -23,19 +23,15 @@ from specstate.integrity import check_cursors, check_payloads, check_slots
 from specstate.kernels import Kernels
 from specstate.kernels.reference import ReferenceKernels
 from specstate.layout import BytePlan, plan_bytes
+from specstate.limits import MAX_COMMITTED_LEN
 from specstate.metadata import Handle, StepMetadata
 from specstate.params import LayerParams, check_params
 from specstate.requests import Request, RequestTable
 from specstate.sampling import SamplingParams
 from specstate.slots import SlotPool
-from specstate.step import Step, StepHost
+from specstate.step import DroppedEnds, Step, StepHost
 from specstate.storage import Storage
-
-if TYPE_CHECKING:
-    from specstate.trace import TraceRecorder
-
-#: Positions are int32 on the device; what remains above it is room for windows.
-MAX_COMMITTED_LEN = 2**31 - 1 - 2**16
+from specstate.trace import TraceRecorder
 
 #: Kernels that each backend can run; StateConfig.path pins one.
 PATHS: dict[str, tuple[str, ...]] = {"triton": ("portable",), "reference": ("reference",), "metadata": ("metadata",)}
@@ -48,9 +44,12 @@ class StateManager:
     under TRITON_INTERPRET=1), "reference" (torch, any device) or "metadata" (no payloads). storage: None, or one
     (recurrent [slots, H, V, K], conv [slots, C, W-1]) pair of views a layer, slots = num_checkpoints + 1, slot 0 the
     null slot, whose memory stays the caller's. recorder: writes every transition to a step trace. debug: checks every
-    rule of ownership at every step and refuses what would otherwise be clamped; it waits for the device.
+    rule of ownership before a step begins and before it commits or defers (cancel and release are always a way out),
+    and refuses what would otherwise be clamped; it waits for the device.
 
-    Raises SpecStateError when config, params, storage and backend do not go together. Every method that raises leaves
+    Raises SpecStateError when config, params, storage and backend do not go together, CapacityError when the memory
+    is not there. States do not depend on what torch is set to: gradients, autocast, inference mode, default device and
+    dtype, precision of float32 products. Every method that raises leaves
     the manager as it was. A manager is used by one thread; everything launches on the current stream.
     """
 
@@ -61,11 +60,13 @@ class StateManager:
         device: torch.device | str = "cpu",
         backend: Literal["triton", "reference", "metadata"] = "reference",
         storage: Any = None,
-        recorder: "TraceRecorder | None" = None,
+        recorder: TraceRecorder | None = None,
         debug: bool = False,
     ) -> None:
         if not isinstance(config, StateConfig):
             raise SpecStateError(f"config must be a StateConfig, not {type(config).__name__}")
+        if not isinstance(recorder, TraceRecorder | None):
+            raise SpecStateError(f"recorder must be a TraceRecorder, not {type(recorder).__name__}")
         self.config = config
         self.device = _device(device)
         self._backend = self._build_backend(backend, params, storage, debug)
@@ -76,7 +77,7 @@ class StateManager:
         self._checkpoint_slots = SlotPool("checkpoint slot", 1, config.num_checkpoints)
         self._generation = 0
         self._next_step = 0
-        self._dropped_ends = 0
+        self._dropped_ends = DroppedEnds()
         self._captures: dict[tuple[int, int], Capture] = {}
         if recorder is not None:
             recorder.start(config)
@@ -114,6 +115,10 @@ class StateManager:
         """
         if not isinstance(request_id, str) or not request_id:
             raise SpecStateError(f"request_id must be a string with at least one character, got {request_id!r}")
+        try:
+            request_id.encode()
+        except UnicodeEncodeError:
+            raise SpecStateError(f"request_id {request_id!r} cannot be written as UTF-8") from None
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise SpecStateError(
@@ -161,7 +166,7 @@ class StateManager:
                 f"committed_len = {committed_len!r} is outside 0..{MAX_COMMITTED_LEN} (request {handle.request_id!r})"
             )
         self._backend.load(request.checkpoint_slot, handle.record_slot, states, committed_len)
-        request.may_be_pending = False
+        request.may_be_pending, request.in_use, request.most_committed = False, True, committed_len
         self._record("load", handle=handle, committed_len=committed_len, in_place=states is None)
 
     def release(self, handle: Handle) -> None:
@@ -182,8 +187,8 @@ class StateManager:
 
         pad_to: rows, or (rows, tokens), that the device sees; padded rows have query_len 0, padded tokens belong to no
         row. Raises StaleHandleError, StepOrderError for a request whose last step is still open, SpecStateError for
-        more live rows than max_requests, a handle given twice, a query_len above max_query_len or a pad_to that is too
-        small; each names field, value, limit and step.
+        more live rows than max_requests, a handle given twice, a query_len above max_query_len, a position that could
+        leave int32, or a pad_to that is too small or too large; each names field, value, limit and step.
         """
         index, where = self._next_step, f" (step {self._next_step})"
         if not isinstance(metadata, StepMetadata):
@@ -191,6 +196,8 @@ class StateManager:
         requests = find_requests(metadata, self._requests, self.config, where)
         shape = padded_shape(metadata, pad_to, where)
         batch = step_batch(metadata, requests, shape)
+        if self._debug:
+            self._check_step(requests)
         capture = self._captures.get(shape) if isinstance(pad_to, tuple) else None
         if capture is None:
             rows = self._backend.begin(batch)
@@ -198,11 +205,10 @@ class StateManager:
             capture.check_free(metadata.num_entries, where)
             rows = capture.stage(batch)
         self._next_step = index + 1
-        host = StepHost(self.config, self._backend, self._recorder, self, self._debug)
+        check = self._check_step if self._debug else None
+        host = StepHost(self.config, self._backend, self._recorder, self._dropped_ends, check)
         step = Step(index, metadata, requests, shape, rows, host, capture)
         self._record("begin_step", step=index, metadata=metadata, pad_to=None if pad_to is None else shape)
-        if self._debug:
-            self.check_integrity()
         return step
 
     def warmup(self) -> None:
@@ -232,7 +238,7 @@ class StateManager:
         if replaced is not None and replaced.occupant is not None:
             raise StepOrderError(f"capture_step: step {replaced.occupant.index} waits for a replay of {(rows, tokens)}")
         capture = Capture(backend, rows, tokens)
-        host = StepHost(self.config, backend, None, self, False)
+        host = StepHost(self.config, backend, None, self._dropped_ends, None)
         empty = StepMetadata(handles=(), query_lens=())
         capture.recorded = Step(-1, empty, [], capture.shape, capture.rows, host)
         self._captures[capture.shape] = capture
@@ -282,30 +288,33 @@ class StateManager:
     def committed_len(self, handle: Handle) -> int:
         """Tokens committed so far; waits for the device. Raises StaleHandleError."""
         request = self._requests.of(handle)
-        cursor = self._backend.cursor(request.handle.record_slot)
-        return cursor.checkpoint_len + cursor.pending_len
+        committed_len = self._backend.cursor(request.handle.record_slot).committed_len
+        if request.open_step is None:
+            request.most_committed = committed_len
+        return committed_len
 
     def checkpoints(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The storage of one layer itself: recurrent [slots, H, V, K] and conv [slots, C, W-1] (None without a conv).
 
-        A prefill kernel may write a request's slot in place, followed by ``load(handle, None, committed_len=n)``.
-        Raises SpecStateError for a wrong layer and on backend "metadata".
+        A prefill kernel may write a request's slot in place, followed by ``load(handle, None, committed_len=n)``. The
+        views are detached: what is written through them with gradients leaves no graph behind. Raises SpecStateError
+        for a wrong layer and on backend "metadata".
         """
         self._check_layer(layer)
         if not isinstance(self._backend, TensorBackend):
             raise SpecStateError("checkpoints needs payloads, which backend 'metadata' does not hold")
         views = self._backend.storage.layers[layer]
-        return views.recurrent, views.conv
+        return views.recurrent.detach(), None if views.conv is None else views.conv.detach()
 
     def checkpoint_slots(self, handles: Sequence[Handle]) -> torch.Tensor:
         """[n] int32 on the device: where the requests' checkpoints lie now. Raises StaleHandleError."""
         slots = [request.checkpoint_slot for request in self._requests.all_of(handles)]
-        return torch.tensor(slots, dtype=torch.int32).to(self.device)
+        return torch.tensor(slots, dtype=torch.int32, device="cpu").to(self.device)
 
     def counters(self) -> DeviceCounters:
         """Clamps, dropped ends and wasted windows since the manager was built; waits for the device."""
         device = self._backend.counters()
-        return dataclasses.replace(device, dropped_ends=device.dropped_ends + self._dropped_ends)
+        return dataclasses.replace(device, dropped_ends=device.dropped_ends + self._dropped_ends.count)
 
     def digest(self) -> str:
         """A short hash of who owns what and where each request stands (never of payloads); waits for the device.
@@ -316,8 +325,7 @@ class StateManager:
         for request in sorted(self._requests, key=lambda request: request.handle.request_id):
             cursor = self._backend.cursor(request.handle.record_slot)
             pending = 0 if request.folded_by_verify else cursor.pending_len
-            committed = cursor.checkpoint_len + cursor.pending_len
-            lines.append([*dataclasses.astuple(request.handle), request.checkpoint_slot, committed, pending])
+            lines.append([*dataclasses.astuple(request.handle), request.checkpoint_slot, cursor.committed_len, pending])
         value = hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
         self._record("digest", value=value)
         return value
@@ -328,7 +336,8 @@ class StateManager:
         """New parameters from the next step on.
 
         Raises StepOrderError while a step is open or a record may be pending (it would be folded with another gate):
-        ``flush`` first. Raises SpecStateError when they do not fit the config, or on backend "metadata".
+        ``flush`` first; and once a graph was captured, which holds the tensors it was captured with. Raises
+        SpecStateError when they do not fit the config, or on backend "metadata".
         """
         if not isinstance(self._backend, TensorBackend):
             raise SpecStateError("set_params needs payloads, which backend 'metadata' does not hold")
@@ -338,18 +347,21 @@ class StateManager:
                 raise StepOrderError(
                     f"set_params: request {request.handle.request_id!r} may have pending records; flush first"
                 )
+        if self._captures:
+            raise StepOrderError(
+                f"set_params: graphs captured for {sorted(self._captures)} hold the old parameters; copy new values into "
+                "those tensors"
+            )
         self._backend.kernels.bind(check_params(params, self.config, self.device))
         self._record("set_params")
 
     def check_integrity(self) -> None:
-        """Checks every rule of ownership; waits for the device. Raises SpecStateError with both sides of a breach."""
-        check_slots(self._record_slots, self._checkpoint_slots, self._requests)
-        check_cursors(self.config, self._backend, self._requests)
-        check_payloads(self._backend, self._requests)
+        """Checks every rule of ownership; waits for the device. Raises SpecStateError with both sides of a breach.
 
-    def count_dropped_ends(self, rows: int) -> None:
-        """A step ended after ``rows`` of its requests had been released; called by the step."""
-        self._dropped_ends += rows
+        A checkpoint slot that is being written in place, its load still to come, is a breach once the request has been
+        loaded or in a step; not before.
+        """
+        self._check_ownership([request for request in self._requests if request.in_use])
 
     # -- inside
 
@@ -372,7 +384,8 @@ class StateManager:
         checked = check_params(params, self.config, self.device)
         if backend == "triton":
             # Imported where used: the package itself loads no Triton.
-            from specstate.kernels.portable import PortableKernels, check_supported
+            from specstate.kernels.portable import PortableKernels
+            from specstate.kernels.supported import check_supported
 
             check_supported(self.config, self.device)
             held = Storage(self.config, self.device, storage)
@@ -381,6 +394,16 @@ class StateManager:
             held = Storage(self.config, self.device, storage)
             kernels = ReferenceKernels(self.config, checked, held)
         return TensorBackend(self.config, kernels, held, self.device, debug)
+
+    def _check_step(self, requests: Sequence[Request | None]) -> None:
+        """Under debug. Whatever slot of the others is being written in place, the step's own are not."""
+        self._check_ownership([request for request in requests if request is not None])
+
+    def _check_ownership(self, settled: list[Request]) -> None:
+        """Slots and cursors of all requests, payloads of ``settled`` ones."""
+        check_slots(self._record_slots, self._checkpoint_slots, self._requests)
+        check_cursors(self.config, self._backend, self._requests)
+        check_payloads(self._backend, settled)
 
     def _check_layer(self, layer: object) -> None:
         if type(layer) is not int or not 0 <= layer < self.config.num_layers:

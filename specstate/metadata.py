@@ -5,19 +5,32 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-#: Rows are int32 on the device.
-MAX_BATCH_INDEX = 2**31 - 1
+from specstate.errors import SpecStateError
+from specstate.limits import INT32_MAX, MAX_STEP_SIZE
 
 RowKind = Literal["decode", "prompt", "dummy"]
+_Int32 = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """What ``admit`` returns. It names a request's life: a request admitted again has another generation."""
+    """What ``admit`` returns. It names a request's life: a request admitted again has another generation.
+
+    Raises SpecStateError for a field of another type.
+    """
 
     request_id: str
     record_slot: int
     generation: int
+
+    def __post_init__(self) -> None:
+        for name, value, kind in (
+            ("request_id", self.request_id, str),
+            ("record_slot", self.record_slot, int),
+            ("generation", self.generation, int),
+        ):
+            if type(value) is not kind:
+                raise SpecStateError(f"Handle: {name} = {value!r} must be {kind.__name__}, not {type(value).__name__}")
 
 
 class StepMetadata(BaseModel):
@@ -35,9 +48,10 @@ class StepMetadata(BaseModel):
     """Tokens of each window, the last sampled token included."""
     row_kinds: tuple[RowKind, ...] | None = None
     """By default all "decode". "prompt": every token counts as accepted. "dummy": a row that owns nothing."""
-    min_accepted: tuple[int, ...] | None = None
-    """Least accepted count of each row, 1..query_len; by default 1, for prompt rows query_len. Dummy rows: not read."""
-    batch_index: tuple[int, ...] | None = None
+    min_accepted: tuple[_Int32, ...] | None = None
+    """Least accepted count of each row, 1..query_len; by default 1, for prompt rows query_len. Dummy rows: not read.
+    It holds against an end token too: a count is never below it, though the row's ``tokens`` end with that token."""
+    batch_index: tuple[_Int32, ...] | None = None
     """Entry of row i in caller-made counts and masks; unique over live rows, by default i. Dummy rows: not read."""
 
     @property
@@ -103,8 +117,8 @@ class StepMetadata(BaseModel):
                 continue
             if entry < 0:
                 raise ValueError(f"batch_index[{row}] = {entry} is negative")
-            if entry > MAX_BATCH_INDEX:
-                raise ValueError(f"batch_index[{row}] = {entry} is above {MAX_BATCH_INDEX}")
+            if entry >= MAX_STEP_SIZE:
+                raise ValueError(f"batch_index[{row}] = {entry} must be below {MAX_STEP_SIZE}")
             if entry in taken:
                 raise ValueError(f"batch_index[{row}] = {entry} is also that of row {taken[entry]}")
             taken[entry] = row

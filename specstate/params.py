@@ -23,6 +23,15 @@ class LayerParams:
     conv_bias: torch.Tensor | None = None
     """[C] or None, like conv_weight."""
 
+    def to(self, device: torch.device) -> "LayerParams":
+        """The same parameters on ``device``."""
+        return LayerParams(
+            self.A_log.to(device),
+            self.dt_bias.to(device),
+            None if self.conv_weight is None else self.conv_weight.to(device),
+            None if self.conv_bias is None else self.conv_bias.to(device),
+        )
+
 
 def check_params(params: object, config: StateConfig, device: torch.device) -> tuple[LayerParams, ...]:
     """The detached parameters of all layers. Raises SpecStateError naming layer and field.

@@ -20,6 +20,10 @@ class Request:
     open_step: "Step | None" = field(default=None, repr=False)
     may_be_pending: bool = False
     """False only when the device surely holds no pending record."""
+    in_use: bool = False
+    """Loaded or stepped since admit; until then the caller may be writing its checkpoint slot in place."""
+    most_committed: int = 0
+    """It has committed no more tokens than these, once every step that has ended has run."""
 
     @property
     def folded_by_verify(self) -> bool:

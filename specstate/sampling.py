@@ -7,6 +7,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from specstate.layout import MAX_END_TOKENS
+from specstate.limits import INT32_MAX
 
 if TYPE_CHECKING:
     from specstate.step import Step
@@ -22,13 +23,13 @@ class SamplingParams(BaseModel):
 
     temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """0: greedy."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=INT32_MAX)
     """Keep the k likeliest tokens; 0 keeps all. Nothing changes under greedy sampling."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Keep the smallest set of likeliest tokens with this probability in all. Nothing changes under greedy sampling."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Of the request's random numbers."""
-    end_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = Field(default=(), max_length=MAX_END_TOKENS)
+    end_token_ids: tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...] = Field(default=(), max_length=MAX_END_TOKENS)
     """A request finishes with the first of these that it accepts or samples."""
 
 
@@ -74,8 +75,9 @@ class SampleResult:
     next_token: torch.Tensor
     """[rows] int32: first token of the next window; -1 for a finished row, whose ``tokens`` end with its end token."""
     finished: torch.Tensor
-    """[rows] bool: an end token was listed. A later window of the request counts as 0 accepted, unless it is a prompt
-    row, which says that the prompt goes on: only the caller knows which chunk of a prompt is its last."""
+    """[rows] bool: an end token was listed; it cuts num_accepted, though not below min_accepted. A later window of the
+    request counts as 0 accepted, unless it is a prompt row, which says that the prompt goes on: only the caller knows
+    which chunk of a prompt is its last."""
 
     copied_from: "SampleResult | None" = None
     """The result inside a CUDA graph that this one was copied from."""
@@ -98,7 +100,7 @@ class SampleResult:
             return HostCopy(HostSample(**tensors), None)
         host = {}
         for name, tensor in tensors.items():
-            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             host[name] = pinned.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

@@ -6,11 +6,13 @@
 size is begun, its graph replayed by the caller, and ``replayed`` takes the place of the calls that are in the graph.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from specstate.backends import Backend
+from specstate.backends import Backend, LayerInputs, LayerRecords
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError, StepOrderError
 from specstate.metadata import StepMetadata
@@ -19,8 +21,14 @@ from specstate.sampling import SampleResult
 
 if TYPE_CHECKING:
     from specstate.capture import Capture
-    from specstate.manager import StateManager
     from specstate.trace import TraceRecorder
+
+
+@dataclass(slots=True, eq=False)
+class DroppedEnds:
+    """Row ends of a manager's steps that came after their request's release."""
+
+    count: int = 0
 
 
 class StepHost(NamedTuple):
@@ -29,8 +37,9 @@ class StepHost(NamedTuple):
     config: StateConfig
     backend: Backend
     recorder: "TraceRecorder | None"
-    manager: "StateManager"
-    debug: bool
+    dropped_ends: DroppedEnds
+    check: Callable[[Sequence[Request | None]], None] | None
+    """Under debug: refuses to go on when a rule of ownership is broken for the requests of a step."""
 
 
 class Step:
@@ -64,7 +73,7 @@ class Step:
         self._verified = [False] * host.config.num_layers
         self._num_written = 0
         self._flushed = False
-        self._sampled: SampleResult | None = None
+        self._samples: list[SampleResult] = []
         self._ended_by: str | None = None
         self._end_fields: dict[str, Any] = {}
         self.num_entries: int | None = None
@@ -73,7 +82,7 @@ class Step:
             capture.occupant = self
         for request in requests:
             if request is not None:
-                request.open_step = self
+                request.open_step, request.in_use = self, True
 
     # -- what attention and own kernels read
 
@@ -94,7 +103,8 @@ class Step:
 
     @property
     def committed_lens(self) -> torch.Tensor:
-        """[rows] int32: tokens that each request had committed when the step began; 0 for rows that owned nothing."""
+        """[rows] int32: tokens that each request had committed when the step began (in a CUDA graph: when its replay
+        began), 0 for rows that owned nothing then. Neither a flush nor a release changes it, nor ``positions``."""
         return self._rows.committed_lens
 
     @property
@@ -165,11 +175,12 @@ class Step:
         float32, made when None. Returns out; rows that own nothing and padding read zero. Backend "metadata" takes no
         tensors and returns None.
 
-        Raises SpecStateError for a wrong layer, shape, dtype or device, StepOrderError for a layer verified twice or a
-        step that has ended; nothing is changed then.
+        Raises SpecStateError for a wrong layer, shape, dtype or device, and for an out that shares memory with an
+        input, a state or itself; StepOrderError for a layer verified twice or a step that has ended; nothing is
+        changed then.
         """
         self._check_layer("verify", layer)
-        result = self._host.backend.verify(self._rows, layer, (qkv, raw_gate, raw_beta), out, self._where)
+        result = self._host.backend.verify(self._rows, layer, LayerInputs(qkv, raw_gate, raw_beta), out, self._where)
         self._mark_verified(layer)
         return result
 
@@ -190,7 +201,7 @@ class Step:
                         f"write_records: row {row} (request {request.handle.request_id!r}) may have pending records; "
                         f"call step.flush() before the first layer{self._where}"
                     )
-        self._host.backend.write_records(self._rows, layer, (u, key, gate, conv_input), self._where)
+        self._host.backend.write_records(self._rows, layer, LayerRecords(u, key, gate, conv_input), self._where)
         self._num_written += 1
         self._mark_verified(layer)
 
@@ -222,8 +233,7 @@ class Step:
             return
         # The next replay writes over the captured rows and sample; this step may end after it.
         self._rows = self._rows.copy()
-        if recorded._sampled is not None:
-            self._sampled = recorded._sampled.copy_for(self)
+        self._samples = [sample.copy_for(self) for sample in recorded._samples]
 
     def _mark_all_verified(self, what: str) -> None:
         if what != "verify":
@@ -239,23 +249,25 @@ class Step:
         """Accepts drafts and picks the next token, greedily: the longest run of drafts that the target agrees with.
 
         target_logits [tokens, vocab] float; draft_tokens [tokens] int32 or int64, the windows' ids laid out like qkv.
-        draft_probs is not read: a greedy target accepts its best token whatever the draft thought of it. Changes no
-        state; end the step with the result. Raises SpecStateError for a wrong shape, dtype or device, StepOrderError
-        before all layers have verified.
+        draft_probs is not read: a greedy target accepts its best token whatever the draft thought of it. A count is at
+        least min_accepted, also where an end token comes sooner: the row's tokens end with that token, its count does
+        not. Changes no state; end the step with the result, or with one of several. Raises SpecStateError for a wrong
+        shape, dtype or device, StepOrderError before all layers have verified.
         """
         self._check_all_verified("sample")
         sampled = self._host.backend.sample(self._rows, target_logits, draft_tokens, self._where)
-        self._sampled = SampleResult(self, *sampled)
-        return self._sampled
+        self._samples.append(SampleResult(self, *sampled))
+        return self._samples[-1]
 
     def commit(self, num_accepted: Any, finished: Any = None) -> None:
         """Accepts and folds everything of the step's rows now, older pending records included, under every policy.
 
-        num_accepted: a SampleResult of this step, or [n] int32 or int64 with an entry batch_index[i] for row i; backend
-        "metadata" takes sequences too. Counts are clamped to [min_accepted, query_len] on the device and the clamps
-        counted (under ``debug`` they are refused). finished: as ``defer`` takes it. Raises StepOrderError before all
-        layers have verified or when the step has ended, SpecStateError for a wrong shape, dtype, device or length;
-        nothing is changed then.
+        num_accepted: a SampleResult of this step, with which its finished rows finish; or [n] int32 or int64 with an
+        entry batch_index[i] for row i, which finishes no row (unless it is the very tensor of a SampleResult of this
+        step); backend "metadata" takes sequences too. Counts are clamped to [min_accepted, query_len] on the device and
+        the clamps counted (under ``debug`` they are refused). finished: as ``defer`` takes it. Raises StepOrderError
+        before all layers have verified or when the step has ended, SpecStateError for a wrong shape, dtype, device or
+        length; nothing is changed then.
         """
         self._end("commit", num_accepted, eager=None, finished=finished)
 
@@ -263,7 +275,7 @@ class Step:
         """Accepts as the fold policy says: "eager" folds now, "deferred" in the next verify, "ring" when R runs short.
 
         eager [n] bool: rows that fold all they have now. finished [n] bool: requests that end with this window, beside
-        those that a ``sample`` of this step saw end; later windows of theirs count as 0 accepted. Both are indexed by
+        those that the SampleResult handed in saw end; later windows of theirs count as 0 accepted. Both are indexed by
         batch_index like num_accepted. For the rest, and for errors, see ``commit``.
         """
         self._end("defer", num_accepted, eager, finished)
@@ -335,40 +347,48 @@ class Step:
     def _end(self, verb: str, num_accepted: Any, eager: Any, finished: Any) -> None:
         self._check_all_verified(verb)
         backend, rows, least_len, where = self._host.backend, self._rows, self._least_len, self._where
-        num_entries = None
-        if isinstance(num_accepted, SampleResult):
-            counts = self._own_sample(verb, num_accepted).num_accepted
+        num_entries, sample = None, self._own_sample(verb, num_accepted)
+        if sample is not None and isinstance(num_accepted, SampleResult):
+            counts = sample.num_accepted
         else:
-            checked = backend.check_counts("num_accepted", num_accepted, least_len, where)
+            given = num_accepted if sample is None else sample.num_accepted
+            checked = backend.check_counts("num_accepted", given, least_len, where)
             counts, num_entries = backend.by_row(rows, checked), len(checked)
         if eager is not None:
             eager = backend.by_row(rows, backend.check_mask("eager", eager, least_len, where))
         if finished is not None:
             finished = backend.by_row(rows, backend.check_mask("finished", finished, least_len, where))
-        if self._sampled is not None:
-            sampled = self._sampled.finished
-            finished = sampled if finished is None else sampled | finished
-        if self._host.debug:
+        if sample is not None:
+            finished = sample.finished if finished is None else sample.finished | finished
+        if self._host.check is not None:
             self._check_counts(verb, [int(count) for count in counts])
+            self._host.check(self._requests)
         backend.end(rows, counts, True if verb == "commit" else eager, finished)
         self.num_entries = num_entries
         self._finish(verb, num_accepted=counts, eager=eager, finished=finished)
 
     def _finish(self, verb: str, **fields: Any) -> None:
         """The device has ended the step, or will in stream order: the host follows."""
-        for request in self._live_requests():
-            request.may_be_pending = not (verb == "commit" or self._host.config.folds_at_end)
+        for request, query_len in zip(self._requests, self.metadata.query_lens, strict=True):
+            if request is not None:
+                request.may_be_pending = not (verb == "commit" or self._host.config.folds_at_end)
+                request.most_committed += query_len
         self._end_fields = fields
         self._close(verb)
         self._record(verb, **fields)
 
-    def _own_sample(self, verb: str, sample: SampleResult) -> SampleResult:
-        """``sample`` if it is of this step; what the graph sampled stands for this step's copy of it."""
-        if sample.step is self:
-            return sample
-        if self._sampled is None or self._sampled.copied_from is not sample:
-            raise SpecStateError(f"{verb}: num_accepted is the sample of step {sample.step.index}{self._where}")
-        return self._sampled
+    def _own_sample(self, verb: str, given: Any) -> SampleResult | None:
+        """This step's sample that ``given`` is, or is the counts of; None for counts of the caller's own.
+
+        What the graph sampled stands for this step's copy of it.
+        """
+        for sample in self._samples:
+            for mine in (sample, sample.copied_from):
+                if mine is not None and (given is mine or given is mine.num_accepted):
+                    return sample
+        if isinstance(given, SampleResult):
+            raise SpecStateError(f"{verb}: num_accepted is the sample of step {given.step.index}{self._where}")
+        return None
 
     def _check_counts(self, verb: str, counts: list[int]) -> None:
         """Rule 5 under debug: a count out of range is an error. The end of a finished request's window is not read."""
@@ -389,9 +409,7 @@ class Step:
         for request in self._live_requests():
             request.open_step = None
         if verb != "cancel":
-            self._host.manager.count_dropped_ends(self._num_released)
-        if self._host.debug:
-            self._host.manager.check_integrity()
+            self._host.dropped_ends.count += self._num_released
 
     def _record(self, kind: str, **fields: Any) -> None:
         if self._host.recorder is not None:

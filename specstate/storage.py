@@ -1,14 +1,15 @@
 """The tensors behind the slots: allocated here from the layout table, or, for checkpoints, handed in by the caller."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from specstate.config import StateConfig
-from specstate.errors import SpecStateError
-from specstate.layout import TensorLayout, tensor_layouts
-from specstate.validation import DTYPES, check_tensor, check_writable
+from specstate.errors import CapacityError, SpecStateError
+from specstate.layout import TensorLayout, gib, tensor_layouts
+from specstate.validation import DTYPES, check_apart, check_own_memory, check_tensor, memory_span
 
 
 class LayerStorage(NamedTuple):
@@ -36,8 +37,9 @@ class Storage:
     """All payload tensors and cursors of a manager.
 
     ``caller`` is a sequence of (recurrent [slots, H, V, K], conv [slots, C, W-1] or None) views, one a layer, with any
-    strides; slot 0 of it is the null slot. Raises SpecStateError when a view has the wrong shape, dtype or device, or
-    when layers differ in layout.
+    strides, interleaved too; slot 0 of it is the null slot. Raises SpecStateError when a view has the wrong shape,
+    dtype or device, was made in inference mode (it may not be written outside of it), shares memory with another or
+    with itself, or when layers differ in layout; CapacityError when the memory is not there.
     """
 
     def __init__(self, config: StateConfig, device: torch.device, caller: object = None) -> None:
@@ -45,17 +47,14 @@ class Storage:
         views = None if caller is None else _check_views(caller, config, layouts, device)
         if views is not None:
             layouts = {name: layout for name, layout in layouts.items() if layout.scope != "checkpoint slot"}
-        # Ordinary tensors, also when the manager is built in inference mode: they are written to outside of it as well.
-        with torch.inference_mode(False):
-            own = {
-                name: torch.zeros(layout.shape, dtype=DTYPES[layout.dtype], device=device)
-                for name, layout in layouts.items()
-            }
+        own = _allocate(config, layouts, device)
         self.owns_checkpoints = views is None
         self.allocated_bytes = sum(tensor.untyped_storage().nbytes() for tensor in own.values())
         self.cursors = own["cursors"]
         self.end_tokens = own["end_tokens"].fill_(-1)
         self.counters = own["counters"]
+        self.conv_output = own.get("conv_output")
+        """[tokens, C] workspace: q|k|v after the conv of the windows at hand, shared by all layers."""
         ring = own.get("conv_ring")
         if views is None:
             conv = own.get("conv")
@@ -71,6 +70,45 @@ class Storage:
             )
             for i, (recurrent, conv) in enumerate(views)
         )
+        held = [*own.values(), *(view for pair in views for view in pair if view is not None)]
+        self._starts, self._ends = _merged([memory_span(tensor) for tensor in held])
+
+    def meets(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` reaches into what lies between the first and the last byte of a tensor held here."""
+        start, end = memory_span(tensor)
+        before = bisect_right(self._starts, end - 1)
+        return before > 0 and self._ends[before - 1] > start
+
+
+def _allocate(config: StateConfig, layouts: dict[str, TensorLayout], device: torch.device) -> dict[str, torch.Tensor]:
+    try:
+        # Ordinary tensors, also when the manager is built in inference mode: they are written to outside of it as well.
+        with torch.inference_mode(False):
+            return {
+                name: torch.zeros(layout.shape, dtype=DTYPES[layout.dtype], device=device)
+                for name, layout in layouts.items()
+            }
+    except (RuntimeError, MemoryError) as error:  # of an allocator, torch.OutOfMemoryError among them
+        needed = sum(layout.total_bytes for layout in layouts.values())
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CapacityError(
+            f"the state needs {needed} bytes ({gib(needed)}) on {device}, which are not there: num_layers = "
+            f"{config.num_layers}, max_requests = {config.max_requests}, num_checkpoints = {config.num_checkpoints}, "
+            f"record_capacity = {config.record_capacity} ({reason})"
+        ) from error
+
+
+def _merged(spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """The spans as sorted starts and ends of disjoint ones."""
+    starts: list[int] = []
+    ends: list[int] = []
+    for start, end in sorted(spans):
+        if ends and start <= ends[-1]:
+            ends[-1] = max(ends[-1], end)
+        else:
+            starts.append(start)
+            ends.append(end)
+    return starts, ends
 
 
 def _check_views(
@@ -94,7 +132,9 @@ def _check_views(
                 continue
             field = f"storage[{index}].{name}"
             tensor = check_tensor(field, view, layout.shape[1:], [DTYPES[layout.dtype]], device)
-            checked.append(check_writable(field, tensor))
+            if tensor.is_inference():
+                raise SpecStateError(f"{field} was made in inference mode, and may not be written outside of it")
+            checked.append(check_own_memory(field, tensor))
         recurrent, conv = checked
         assert recurrent is not None
         views.append((recurrent.detach(), None if conv is None else conv.detach()))
@@ -105,4 +145,6 @@ def _check_views(
                     f"storage[{index}].{name} has strides {view.stride()}, storage[0].{name} has {first.stride()}: "
                     "layers must not differ in layout"
                 )
+    named = [zip((f"storage[{i}].recurrent", f"storage[{i}].conv"), pair, strict=True) for i, pair in enumerate(views)]
+    check_apart([(name, view) for pair in named for name, view in pair if view is not None])
     return views

@@ -27,6 +27,9 @@ def check_tensor(
     """``tensor`` if it has ``shape`` (None: any size), one of ``dtypes`` and ``device``; else raises SpecStateError."""
     if not isinstance(tensor, torch.Tensor):
         raise SpecStateError(f"{name} must be a tensor, not {type(tensor).__name__}{where}")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise SpecStateError(f"{name} must be strided, got {kind}{where}")
     sizes = list(tensor.shape)
     if len(sizes) != len(shape) or any(want not in (None, got) for want, got in zip(shape, sizes, strict=True)):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
@@ -36,18 +39,65 @@ def check_tensor(
         raise SpecStateError(f"{name} must be {wanted}, got {str(tensor.dtype).removeprefix('torch.')}{where}")
     if tensor.device != device:
         raise SpecStateError(f"{name} must be on {device}, got {tensor.device}{where}")
-    if tensor.layout is not torch.strided:
-        raise SpecStateError(f"{name} must be strided, got {str(tensor.layout).removeprefix('torch.')}{where}")
     return tensor
 
 
-def check_writable(name: str, tensor: torch.Tensor, where: str = "") -> torch.Tensor:
-    """``tensor`` if every element has memory of its own and may be written here; else raises SpecStateError."""
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise SpecStateError(f"{name} must not be expanded: elements share memory, strides {tensor.stride()}{where}")
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise SpecStateError(f"{name} is an inference tensor and may only be written in inference mode{where}")
+def check_own_memory(name: str, tensor: torch.Tensor, where: str = "") -> torch.Tensor:
+    """``tensor`` if every element has memory of its own; else raises SpecStateError.
+
+    A step along a dimension must lead past all that the dimensions of smaller strides reach.
+    """
+    if not tensor.is_contiguous():
+        reached = 1
+        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if size > 1 and stride < reached:
+                raise SpecStateError(
+                    f"{name} must not overlap itself: elements share memory, shape {list(tensor.shape)} has strides "
+                    f"{tensor.stride()}{where}"
+                )
+            reached += stride * (size - 1)
     return tensor
+
+
+def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses from the first byte of ``tensor`` to behind its last; (0, 0) of an empty one."""
+    if not tensor.numel():
+        return 0, 0
+    if tensor.is_contiguous():
+        reach = tensor.numel()
+    else:
+        reach = 1 + sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    start = tensor.data_ptr()
+    return start, start + reach * tensor.element_size()
+
+
+def check_apart(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raises SpecStateError with both names when two tensors share an element; their elements may lie interleaved."""
+    # Relative to the lowest, since an address may lie above int64.
+    lowest = min(tensor.data_ptr() for _, tensor in named)
+    starts, lengths, owners = [], [], []
+    for index, (_, tensor) in enumerate(named):
+        offsets, length = _dense_runs(tensor)
+        starts.append(offsets + (tensor.data_ptr() - lowest))
+        lengths.append(torch.full_like(offsets, length))
+        owners.append(torch.full_like(offsets, index))
+    start, order = torch.cat(starts).sort()
+    clashes = (start + torch.cat(lengths)[order])[:-1] > start[1:]
+    if bool(clashes.any()):
+        first = int(clashes.int().argmax())
+        one, other = (named[int(torch.cat(owners)[order[i]])][0] for i in (first, first + 1))
+        raise SpecStateError(f"{one} and {other} share memory")
+
+
+def _dense_runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Where elements lie side by side: byte offsets of the runs' starts [n] int64, and the bytes of a run."""
+    run, starts = 1, torch.zeros(1, dtype=torch.int64, device="cpu")
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride == run and len(starts) == 1:
+            run *= size
+        elif size > 1:
+            starts = (starts[:, None] + stride * torch.arange(size, dtype=torch.int64, device="cpu")).flatten()
+    return starts * tensor.element_size(), run * tensor.element_size()
 
 
 def unique_dtypes(*dtypes: torch.dtype) -> tuple[torch.dtype, ...]:

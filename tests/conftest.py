@@ -1,10 +1,14 @@
-"""Settings of every test: no GPU, no gpu tests; hypothesis repeats itself in CI."""
+"""Settings of every test: no GPU, no gpu tests, and Triton interpreted; hypothesis repeats itself in CI."""
 
 import os
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# Triton reads this once, when it is first imported: here, before any test module or plugin of fla's can import it.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The first draw of an example builds a manager, and a busy machine makes any deadline a coin toss.
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

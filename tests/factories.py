@@ -181,15 +181,16 @@ def fingerprint(manager: StateManager, *steps: Step) -> dict[str, Any]:
     held: dict[str, Any] = {
         "pools": [(list(p._free), sorted(p._taken)) for p in (manager._record_slots, manager._checkpoint_slots)],
         "requests": [(r.handle, r.checkpoint_slot, id(r.open_step), r.may_be_pending) for r in manager._requests],
-        "numbers": (manager._next_step, manager._generation, manager._dropped_ends),
+        "numbers": (manager._next_step, manager._generation, manager._dropped_ends.count),
         "params": id(getattr(backend, "params", None)),
         "counters": manager.counters(),
     }
     for step in steps:
         flags = (step.index, step._ended_by, list(step._verified), step._flushed, step._num_written, step._num_released)
         columns = [step.query_start_loc, step.positions, step.committed_lens, step.checkpoint_slots, step.record_slots]
-        rows = raw_bytes(step._rows.step.rows) if hasattr(step._rows, "step") else repr(step._rows)
-        held[f"step {step.index}"] = (flags, id(step._sampled), rows, [column.tolist() for column in columns])
+        rows = raw_bytes(step._rows.rows) if hasattr(step._rows, "rows") else repr(step._rows)
+        samples = [id(sample) for sample in step._samples]
+        held[f"step {step.index}"] = (flags, samples, rows, [column.tolist() for column in columns])
     if hasattr(backend, "storage"):
         storage = backend.storage
         tensors = {"cursors": storage.cursors, "end_tokens": storage.end_tokens, "counter tensor": storage.counters}

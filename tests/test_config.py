@@ -86,6 +86,8 @@ def test_refuses_float64_activations_beside_a_smaller_state() -> None:
     ("field", "value"),
     [
         ("fold_policy", "lazy"),
+        ("fold_policy", []),
+        ("fold_policy", {}),
         ("checkpoint_dtype", "float16"),
         ("activation_dtype", "int8"),
         ("max_query_len", "4"),
@@ -107,8 +109,39 @@ def test_layer_refuses_no_size(field: str) -> None:
         KDALayerSpec(**{"num_heads": 2, "head_k_dim": 8, "head_v_dim": 8, field: 0})
 
 
-@pytest.mark.parametrize("bound", [0.0, 5.0, -math.inf, math.nan])
-def test_layer_refuses_a_gate_bound_that_is_not_negative(bound: float) -> None:
+@pytest.mark.parametrize(
+    ("field", "most"),
+    [
+        ("num_layers", 2**12),
+        ("max_requests", 2**20),
+        ("num_checkpoints", 2**20),
+        ("max_query_len", 2**16),
+        ("record_capacity", 2**20),
+        ("block_size", 2**30),
+        ("memory_limit_bytes", 2**63 - 1),
+    ],
+)
+def test_every_size_has_an_upper_bound(field: str, most: int) -> None:
+    assert getattr(make_config(**{field: most}), field) == most
+    for value in (most + 1, 2**70):
+        with pytest.raises(ValidationError) as refusal:
+            make_config(**{field: value})
+        entries = {entry["loc"]: entry for entry in refusal.value.errors()}
+        assert entries[(field,)]["ctx"] == {"le": most}
+
+
+@pytest.mark.parametrize(
+    ("field", "most"), [("num_heads", 2**16), ("head_k_dim", 2**16), ("head_v_dim", 2**16), ("conv_kernel_size", 64)]
+)
+def test_every_size_of_a_layer_has_an_upper_bound(field: str, most: int) -> None:
+    fields = {"num_heads": 2, "head_k_dim": 8, "head_v_dim": 8}
+    assert getattr(KDALayerSpec(**{**fields, field: most}), field) == most
+    with pytest.raises(ValidationError, match=rf"{field}\s.*less than or equal to {most}"):
+        KDALayerSpec(**{**fields, field: most + 1})
+
+
+@pytest.mark.parametrize("bound", [0.0, 5.0, -1e308, -math.inf, math.nan])
+def test_layer_refuses_a_gate_bound_out_of_range(bound: float) -> None:
     with pytest.raises(ValidationError, match="gate_lower_bound"):
         KDALayerSpec(num_heads=2, head_k_dim=8, head_v_dim=8, gate_lower_bound=bound)
 

@@ -8,6 +8,7 @@ come at the wrong moment must be refused, and change nothing that the next check
 import functools
 import os
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from specstate import CapacityError, SpecStateError, StaleHandleError, StepMetad
 from specstate.metadata import Handle
 from specstate.oracle import OracleState
 from specstate.step import Step
+from specstate.validation import DTYPES
 from tests.factories import (
     POLICIES,
     LayerInputs,
@@ -74,6 +76,12 @@ class OpenStep:
 
 
 class Lifecycle(RuleBasedStateMachine):
+    #: What a machine for another backend changes.
+    backend = "reference"
+    device = "cpu"
+    sizes: ClassVar[dict[str, Any]] = {"head_k_dim": 3, "head_v_dim": 2}
+    tolerance = 1e-11
+
     @initialize(
         policy=st.sampled_from(POLICIES),
         windows=st.integers(0, 2),
@@ -90,10 +98,10 @@ class Lifecycle(RuleBasedStateMachine):
             max_requests=3,
             num_checkpoints=checkpoints,
             num_heads=1,
-            head_k_dim=3,
-            head_v_dim=2,
+            **self.sizes,
         )
-        self.manager = make_manager(self.config, debug=False)
+        self.dtype = DTYPES[self.config.checkpoint_dtype]
+        self.manager = make_manager(self.config, self.device, backend=self.backend, debug=False)
         self.oracle = make_twin(self.config).oracle
         self.lives: dict[str, Life] = {}
         self.stale: list[Handle] = []
@@ -177,18 +185,18 @@ class Lifecycle(RuleBasedStateMachine):
             with pytest.raises(StepOrderError):
                 self.manager.load(life.handle, [(s.recurrent, None) for s in states], committed_len=position)
             return
-        conv = [None if self.config.layer.conv_kernel_size is None else s.conv for s in states]
+        recurrents = [self._given(state.recurrent) for state in states]
+        conv = [None if self.config.layer.conv_kernel_size is None else self._given(s.conv) for s in states]
         if in_place:
             slot = int(self.manager.checkpoint_slots([life.handle])[0])
-            for layer, state in enumerate(states):
+            for layer in range(NUM_LAYERS):
                 recurrent, history = self.manager.checkpoints(layer)
-                recurrent[slot] = state.recurrent
+                recurrent[slot] = recurrents[layer]
                 if history is not None:
-                    history[slot] = state.conv
+                    history[slot] = conv[layer]
             self.manager.load(life.handle, None, committed_len=position)
         else:
-            pairs = [(state.recurrent, history) for state, history in zip(states, conv, strict=True)]
-            self.manager.load(life.handle, pairs, committed_len=position)
+            self.manager.load(life.handle, list(zip(recurrents, conv, strict=True)), committed_len=position)
         life.twin = Twin(self.oracle, NUM_LAYERS, states, position)
         life.pending, life.may_be_pending, life.finished = 0, False, False
 
@@ -248,7 +256,7 @@ class Lifecycle(RuleBasedStateMachine):
             return None
         tokens = sum(lens) if pad_to is None else pad_to[1]
         self.seed += 1
-        inputs = make_inputs(self.config, tokens, self.seed)
+        inputs = make_inputs(self.config, tokens, self.seed, self.device)
         step = OpenStep(self.manager.begin_step(metadata, pad_to), [], inputs)
         start = 0
         for life, query_len, minimum, entry, kind in zip(chosen, lens, least, entries, kinds, strict=True):
@@ -278,7 +286,7 @@ class Lifecycle(RuleBasedStateMachine):
                 if row.life is None:
                     assert not got.any()
                 else:
-                    assert relative_error(got, row.outputs[index]) < 1e-11
+                    assert relative_error(got, row.outputs[index]) < self.tolerance
                 start += row.query_len
             assert not output[start:].any()
 
@@ -311,11 +319,12 @@ class Lifecycle(RuleBasedStateMachine):
         counts = [data.draw(st.integers(-1, 5)) for _ in range(size)]
         eager = [masks and data.draw(st.booleans()) for _ in range(size)]
         finished = [masks and data.draw(st.integers(0, 4)) == 0 for _ in range(size)]
-        given = torch.tensor(counts, dtype=torch.int64)
+        given = torch.tensor(counts, dtype=torch.int64, device=self.device)
         if verb == "commit":
             end = functools.partial(step.step.commit, given)
         else:
-            end = functools.partial(step.step.defer, given, torch.tensor(eager).bool(), torch.tensor(finished).bool())
+            masks_given = (torch.tensor(mask, dtype=torch.bool, device=self.device) for mask in (eager, finished))
+            end = functools.partial(step.step.defer, given, *masks_given)
         if len(step.verified) < NUM_LAYERS:
             with pytest.raises(StepOrderError, match="not verified"):
                 end()
@@ -388,7 +397,7 @@ class Lifecycle(RuleBasedStateMachine):
                 with pytest.raises(StepOrderError, match="have verified"):
                     self.manager.read(life.handle, 0)
             else:
-                life.twin.check(self.manager, life.handle, 1e-11)
+                life.twin.check(self.manager, life.handle, self.tolerance)
 
     # -- helpers
 
@@ -405,14 +414,19 @@ class Lifecycle(RuleBasedStateMachine):
             if row.life is not None:
                 row.life.step = None
 
+    def _given(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` as the manager takes them."""
+        return values.to(self.device, self.dtype)
+
     def _random_states(self) -> list[OracleState]:
+        """States that the manager's dtype holds exactly."""
         self.seed += 1
         generator = torch.Generator().manual_seed(self.seed)
         zero = self.oracle.zero()
         return [
             OracleState(
-                torch.randn(zero.recurrent.shape, generator=generator, dtype=torch.float64),
-                torch.randn(zero.conv.shape, generator=generator, dtype=torch.float64),
+                torch.randn(zero.recurrent.shape, generator=generator, dtype=torch.float64).to(self.dtype).double(),
+                torch.randn(zero.conv.shape, generator=generator, dtype=torch.float64).to(self.dtype).double(),
             )
             for _ in range(NUM_LAYERS)
         ]
@@ -430,7 +444,7 @@ class Lifecycle(RuleBasedStateMachine):
                 token = self.oracle.token(layer, state, tensors.qkv[t], tensors.raw_gate[t], tensors.raw_beta[t])
                 state, u[t], key[t] = token.state, token.u, token.key
             start += row.query_len
-        return u, key, tensors.raw_gate, tensors.qkv if spec.conv_kernel_size else None
+        return self._given(u), self._given(key), tensors.raw_gate, tensors.qkv if spec.conv_kernel_size else None
 
 
 class TestLifecycle(Lifecycle.TestCase):

@@ -1166,6 +1166,110 @@ def test_integrity_finds_a_conv_history_of_another_position(name: str, policy: s
         story.manager.check_integrity()
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["since admit", "of a request that ran"])
+def test_debug_lets_a_slot_be_written_in_place_during_steps_of_others(again: bool) -> None:
+    story = Story(requests=2)
+    b = story.handles[1]
+    if not again:
+        story.manager.release(b)
+        b = story.handles[1] = story.manager.admit("b")
+    states = random_states(story.config, seed=7)
+    slot = int(story.manager.checkpoint_slots([b])[0])
+    step, inputs = story.begin(4)
+    verify_layers(step, inputs, [0])
+    for layer, (recurrent, conv) in enumerate(states):
+        views = story.manager.checkpoints(layer)
+        views[0][slot] = recurrent
+        assert views[1] is not None and conv is not None
+        views[1][slot] = conv
+    verify_layers(step, inputs, [1])
+    step.defer(counts(3))
+    story.twins[0].commit(inputs, 3)
+    run_step(story.manager, [(story.handles[0], story.twins[0], 4, 1)], seed=8)
+    if not again:
+        story.manager.check_integrity()
+    story.manager.load(b, None, committed_len=6)
+    story.twins[1] = load_twin(story.config, states, 6)
+    story.check()
+    story.run(seed=9)
+
+
+def test_debug_refuses_a_step_over_a_slot_written_without_a_load() -> None:
+    manager = make_manager()
+    handle = manager.admit("a")
+    conv = manager.checkpoints(1)[1]
+    assert conv is not None
+    conv[int(manager.checkpoint_slots([handle])[0])] = 1.0
+    before = fingerprint(manager)
+    with pytest.raises(SpecStateError, match="conv history of checkpoint slot 1 differs"):
+        manager.begin_step(StepMetadata(handles=(handle,), query_lens=(2,)))
+    assert fingerprint(manager) == before
+
+
+@pytest.mark.parametrize("verb", ["commit", "defer"])
+def test_debug_refuses_before_it_changes_anything(verb: str) -> None:
+    """A breach found at the end of a step leaves the step open and the manager as it was; the ways out stay open."""
+    story = Story(requests=2)
+    step, inputs = story.begin(4, 3)
+    verify_all(step, inputs)
+    null = storage_of(story.manager).layers[1].recurrent[0, 0, 0]
+    null[0] = 1.0
+    before = fingerprint(story.manager, step)
+    with pytest.raises(SpecStateError, match="null slot was written in layer 1"):
+        getattr(step, verb)(counts(2, 3))
+    assert fingerprint(story.manager, step) == before
+    assert step.is_open
+    null[0] = 0.0
+    getattr(step, verb)(counts(2, 3))
+    story.twins[0].commit(window(inputs, 0, 4), 2)
+    story.twins[1].commit(window(inputs, 4, 7), 3)
+    story.check()
+    step, _ = story.begin(4, 3)
+    null[0] = 1.0
+    step.cancel()
+    story.manager.release(story.handles[0])
+    assert not step.is_open
+
+
+@pytest.mark.parametrize("form", ["result", "its tensor", "other counts"])
+@pytest.mark.parametrize("first_ends", [False, True])
+def test_what_finishes_is_of_the_sample_handed_in(first_ends: bool, form: str) -> None:
+    """Two samples of a step, one of which sees the end token: only the one that ends the step counts."""
+    config = make_config()
+    manager = make_manager(config)
+    handle = manager.admit("a", SamplingParams(end_token_ids=(5,)))
+    step = manager.begin_step(StepMetadata(handles=(handle,), query_lens=(3,)))
+    verify_all(step, make_inputs(config, 3, seed=0))
+    drafts, eye = torch.tensor([1, 2, 3]), torch.eye(8)
+    ends, goes_on = eye[[5, 3, 4]], eye[[2, 3, 4]]
+    first, second = (step.sample(logits, drafts) for logits in ((ends, goes_on) if first_ends else (goes_on, ends)))
+    assert (first.finished.item(), second.finished.item()) == (first_ends, not first_ends)
+    given = {"result": first, "its tensor": first.num_accepted, "other counts": first.num_accepted.clone()}[form]
+    step.defer(given)
+    finished = first_ends and form != "other counts"
+    assert manager.committed_len(handle) == (1 if first_ends else 3)
+    before = manager.committed_len(handle)
+    step = manager.begin_step(StepMetadata(handles=(handle,), query_lens=(1,)))
+    verify_all(step, make_inputs(config, 1, seed=1))
+    step.defer(counts(1))
+    assert manager.committed_len(handle) == before + (not finished)
+    assert manager.counters().wasted_windows == finished
+
+
+def test_a_draft_id_beyond_int32_is_no_other_token() -> None:
+    config = make_config()
+    manager = make_manager(config)
+    handle = manager.admit("a", SamplingParams(end_token_ids=(2,)))
+    metadata = StepMetadata(handles=(handle,), query_lens=(3,), min_accepted=(2,))
+    step = manager.begin_step(metadata)
+    verify_all(step, make_inputs(config, 3, seed=0))
+    logits = torch.eye(8)[[3, 4, 5]]
+    sample = step.sample(logits, torch.tensor([1, 2**32 + 3, 4]))
+    assert sample.num_accepted.tolist() == [2]  # min_accepted, and no draft
+    assert not step.sample(logits, torch.tensor([1, 2**32 + 2, 4])).finished.item()  # forced, and no end token
+    assert step.sample(logits, torch.tensor([1, 3, 4])).num_accepted.tolist() == [3]
+
+
 def test_debug_checks_at_every_step() -> None:
     for debug in (False, True):
         story = Story(requests=2, debug=debug)
@@ -1180,19 +1284,24 @@ def test_debug_checks_at_every_step() -> None:
 @pytest.mark.parametrize("name", ["recurrent", "conv", "record_u", "conv_ring"])
 def test_debug_finds_a_verify_that_writes_elsewhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 3: a verify writes its own rows' records and folds its own pending, nothing else."""
-    from specstate.backends import tensors
-
     story = Story(requests=2)
     step, inputs = story.begin(4)
-    verify = tensors.kernels.verify
+    verify = reference.verify
 
     def stray(step_tensors: Any, layer: Any, *arguments: Any) -> None:
         verify(step_tensors, layer, *arguments)
         getattr(layer, name)[2 if name in ("recurrent", "conv") else 1] += 1.0
 
-    monkeypatch.setattr(tensors.kernels, "verify", stray)
-    with pytest.raises(SpecStateError, match=rf"verify of layer 0 \(step 1\) changed slot \d of {name}"):
-        verify_layers(step, inputs, [0])
+    before = fingerprint(story.manager, step)
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "verify", stray)
+        with pytest.raises(SpecStateError, match=rf"verify of layer 0 \(step 1\) changed slot \d of {name}"):
+            verify_layers(step, inputs, [0])
+    assert fingerprint(story.manager, step) == before
+    verify_all(step, inputs)
+    step.defer(counts(3))
+    story.twins[0].commit(inputs, 3)
+    story.check()
 
 
 def test_end_tokens_belong_to_a_life() -> None:

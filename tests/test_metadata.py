@@ -90,8 +90,10 @@ def test_accepts(columns: dict[str, Any]) -> None:
         pytest.param({"batch_index": (0, -1, 2)}, ("batch_index[1] = -1", "negative"), id="batch_index negative"),
         pytest.param({"batch_index": (3, 1, 3)}, ("batch_index[2] = 3", "row 0"), id="batch_index twice"),
         pytest.param(
-            {"batch_index": (0, 2**31, 1)}, ("batch_index[1] = 2147483648", "2147483647"), id="batch_index beyond int32"
+            {"batch_index": (0, 2**20, 1)}, ("batch_index[1] = 1048576", "below 1048576"), id="batch_index too large"
         ),
+        pytest.param({"batch_index": (0, 2**31, 1)}, ("batch_index", "2147483647"), id="batch_index beyond int32"),
+        pytest.param({"min_accepted": (1, 10**40, 1)}, ("min_accepted", "2147483647"), id="min_accepted beyond int32"),
         pytest.param({"query_lens": [1, 4, 2]}, ("query_lens", "tuple"), id="a list"),
         pytest.param({"query_lens": (1, 4.0, 2)}, ("query_lens", "1", "integer"), id="a float"),
         pytest.param({"query_lens": (1, "4", 2)}, ("query_lens", "1", "integer"), id="a string"),

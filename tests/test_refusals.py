@@ -4,7 +4,9 @@ Each case refuses one call at one stage of a small story, and the story then goe
 happened: bit for bit as without the call, which in turn is checked against the oracle.
 """
 
+import array
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,7 @@ from specstate import (
     StepMetadata,
     StepOrderError,
 )
+from specstate.limits import MAX_COMMITTED_LEN, MAX_POSITION
 from specstate.metadata import Handle
 from specstate.step import Step
 from tests.factories import (
@@ -228,6 +231,12 @@ def inference_tensor(*shape: int) -> torch.Tensor:
 ALIEN = Handle("nobody", 0, 1)
 
 
+def nested(*shapes: tuple[int, ...]) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([f64(*shape) for shape in shapes])
+
+
 def other_life(world: World) -> Handle:
     return Handle("a", world.a.record_slot, world.a.generation + 7)
 
@@ -305,6 +314,7 @@ def admit_cases() -> list[Refusal]:
         )
     cases += refusals(
         "idle",
+        ("admit of a lone surrogate", lambda w: w.manager.admit("\ud800"), ("request_id", r"'\ud800'", "UTF-8")),
         ("admit of a live id", lambda w: w.manager.admit("b"), ("request_id", "'b'", "live already")),
         ("admit with sampling as a dict", lambda w: w.manager.admit("c", {"seed": 1}), ("sampling", "dict", "'c'")),
         ("admit with sampling as a float", lambda w: w.manager.admit("c", 0.0), ("sampling", "float", "'c'")),
@@ -368,6 +378,7 @@ def load_cases() -> list[Refusal]:
             ("integers", f64(*shape).long(), ("float64", "int64")),
             ("on another device", meta(shape), ("cpu", "meta")),
             ("sparse", f64(*shape).to_sparse(), ("strided", "sparse")),
+            ("nested", nested(shape[1:], shape[1:]), ("strided", "nested")),
         ):
             cases += refusals(
                 "idle",
@@ -421,6 +432,8 @@ def begin_cases() -> list[Refusal]:
     for bad, words in (
         (1, ("rows = 1", "2")),
         (-1, ("rows = -1", "2")),
+        *((bad, (f"rows = {bad}", "exceeds 1048576")) for bad in (2**20 + 1, 2**61, 2**70)),
+        *(((2, bad), (f"tokens = {bad}", "exceeds 1048576")) for bad in (2**20 + 1, 2**40, 2**80)),
         ((2, 6), ("tokens = 6", "7")),
         ((1, 7), ("rows = 1", "2")),
         *(
@@ -558,6 +571,20 @@ STEP_TENSORS = {
 }
 
 
+def out_in(world: World, name: str, view: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A verify whose out lies in the memory of one of its inputs, which is a copy with room behind it."""
+    given = getattr(world.layer, name)
+    room = f64(10 * given.numel())
+    tensor = room[: given.numel()].view(given.shape).copy_(given)
+    return world.verify(**{name: tensor, "out": view(tensor)})
+
+
+def in_storage(world: World, name: str) -> torch.Tensor:
+    held: Any = world.manager._backend
+    tensor: torch.Tensor = getattr(held.storage.layers[1], name)
+    return tensor.flatten()[3 : 3 + 10 * TOKENS].view(TOKENS, 2, 5)
+
+
 def step_tensor_cases() -> list[Refusal]:
     cases = []
     for field, (shape, dtype, dtypes) in STEP_TENSORS.items():
@@ -577,6 +604,7 @@ def step_tensor_cases() -> list[Refusal]:
             ("of bools", good.bool(), (dtypes, "bool")),
             ("on another device", meta(shape, dtype), ("cpu", "meta")),
             ("sparse", good.to_sparse(), ("strided", "sparse")),
+            ("nested", nested(shape[1:], shape[1:]), ("strided", "nested")),
         ):
             if field == "out" and bad is None:
                 continue
@@ -596,6 +624,34 @@ def step_tensor_cases() -> list[Refusal]:
             "verify with out of shared elements",
             lambda w: w.verify(out=f64(1, 2, 5).expand(TOKENS, 2, 5)),
             ("out", "elements", "step 1"),
+        ),
+        (
+            "verify with out of overlapping tokens",
+            lambda w: w.verify(out=f64(60).as_strided((TOKENS, 2, 5), (5, 5, 1))),
+            ("out", "overlap itself", "(5, 5, 1)", "step 1"),
+        ),
+        (
+            "verify with out in qkv",
+            lambda w: out_in(w, "qkv", lambda qkv: qkv[:, 3:13].view(TOKENS, 2, 5)),
+            ("out", "qkv", "step 1"),
+        ),
+        (
+            "verify with out in raw_gate",
+            lambda w: out_in(w, "raw_gate", lambda gate: gate[..., 1:]),
+            ("out", "raw_gate", "step 1"),
+        ),
+        (
+            "verify with out in raw_beta",
+            lambda w: out_in(w, "raw_beta", lambda beta: beta.as_strided((TOKENS, 2, 5), (10, 5, 1))),
+            ("out", "raw_beta", "step 1"),
+        ),
+        *(
+            (
+                f"verify with out in {name}",
+                lambda w, name=name: w.verify(out=in_storage(w, name)),
+                ("out", "the manager's tensors", "step 1"),
+            )
+            for name in ("recurrent", "conv", "conv_ring", "record_u")
         ),
         (
             "verify with out of inference mode",
@@ -646,12 +702,14 @@ def order_cases() -> list[Refusal]:
             cases += refusals(stage, (f"{verb} again", call(verb), words, StepOrderError))
     cases += refusals(
         "begun",
-        ("replayed of another word", lambda w: w.step.replayed("commit"), ("'commit'", "'verify'", "step 1")),
-        (
-            "replayed on the reference",
-            lambda w: w.step.replayed("verify"),
-            ("metadata", "'reference'", "step 1"),
-            StepOrderError,
+        *(
+            (
+                f"replayed({word!r}) without a graph",
+                lambda w, word=word: w.step.replayed(word),
+                (repr(word), "without a captured size", "step 1"),
+                StepOrderError,
+            )
+            for word in ("commit", "verify")
         ),
     )
     return cases
@@ -890,7 +948,80 @@ def test_a_failed_admit_gives_back_what_it_took(monkeypatch: pytest.MonkeyPatch)
     manager.admit("a")
 
 
+@pytest.mark.parametrize("verb", ["begin", "release"])
+def test_a_step_that_finds_no_memory_has_changed_nothing(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("idle", "ring")
+    before = fingerprint(world.manager)
+
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.manager._backend, verb, out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            _ = world.manager.begin_step(world.metadata) if verb == "begin" else world.manager.release(world.a)
+    assert fingerprint(world.manager) == before
+    assert goes_on_undisturbed(world)
+
+
+def test_refuses_positions_beyond_int32() -> None:
+    """The host knows a bound, not the position: it moves by whole windows until committed_len has looked."""
+    config = make_config(max_query_len=2**16, record_capacity=2**17, num_heads=1, head_k_dim=1, head_v_dim=1)
+    for backend in ("reference", "metadata"):
+        params = make_params(config) if backend == "reference" else None
+        manager = StateManager(config, params, backend=backend)  # type: ignore[arg-type]
+        handle = manager.admit("a")
+        manager.load(handle, None, committed_len=MAX_COMMITTED_LEN)
+        before = fingerprint(manager)
+
+        def begin(query_len: int, manager: StateManager = manager, handle: Handle = handle) -> Step:
+            return manager.begin_step(StepMetadata(handles=(handle,), query_lens=(query_len,)))
+
+        room = MAX_POSITION - MAX_COMMITTED_LEN
+        words = ("handles[0]", "'a'", str(MAX_COMMITTED_LEN), f"query_lens[0] = {room + 1}", "step 0")
+        refused(lambda begin=begin, room=room: begin(room + 1), SpecStateError, words)  # type: ignore[misc]
+        assert fingerprint(manager) == before
+        step = begin(4)
+        assert int(step.positions[-1]) == MAX_COMMITTED_LEN + 3
+        for layer in range(config.num_layers):
+            tensors = make_inputs(config, 4, seed=layer)[layer]
+            step.verify(layer, *(() if params is None else (tensors.qkv, tensors.raw_gate, tensors.raw_beta)))
+        step.defer(torch.tensor([1]))
+        refused(lambda begin=begin, room=room: begin(room - 1), SpecStateError, ("committed_len",))  # type: ignore[misc]
+        assert manager.committed_len(handle) == MAX_COMMITTED_LEN + 1
+        begin(room - 1).cancel()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        pytest.param(([], 0, 1), ("request_id", "str", "list"), id="id a list"),
+        pytest.param((b"a", 0, 1), ("request_id", "str", "bytes"), id="id of bytes"),
+        pytest.param(("a", None, 1), ("record_slot", "int", "NoneType"), id="slot None"),
+        pytest.param(("a", 0, True), ("generation", "int", "bool"), id="generation a bool"),
+        pytest.param(("a", 0, [1]), ("generation", "int", "list"), id="generation a list"),
+    ],
+)
+def test_a_handle_has_fields_of_its_types(fields: tuple[Any, ...], words: tuple[str, ...]) -> None:
+    refused(lambda: Handle(*fields), SpecStateError, words)
+
+
 # -- construction
+
+
+def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config()
+    params, needed = make_params(config), make_manager(config).plan.total_bytes
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("overflowed"), MemoryError()):
+
+        def allocate(*_: Any, error: BaseException = error, **__: Any) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr("specstate.storage.torch.zeros", allocate)
+            words = (f"{needed} bytes", "on cpu", "max_requests = 3", "num_checkpoints = 3", "record_capacity = 16")
+            refused(lambda: StateManager(config, params), CapacityError, words)
+    StateManager(config, params)
 
 
 @pytest.mark.parametrize(
@@ -898,6 +1029,8 @@ def test_a_failed_admit_gives_back_what_it_took(monkeypatch: pytest.MonkeyPatch)
     [
         pytest.param({"config": None}, ("config", "StateConfig", "NoneType"), id="config None"),
         pytest.param({"config": {"num_layers": 2}}, ("config", "StateConfig", "dict"), id="config a dict"),
+        pytest.param({"recorder": "x.jsonl"}, ("recorder", "TraceRecorder", "str"), id="recorder a path"),
+        pytest.param({"recorder": 3}, ("recorder", "TraceRecorder", "int"), id="recorder a number"),
         pytest.param({"backend": "cuda"}, ("backend", "'cuda'", "'reference'"), id="backend unknown"),
         pytest.param({"backend": None}, ("backend", "None", "'reference'"), id="backend None"),
         pytest.param({"backend": ["reference"]}, ("backend", "['reference']"), id="backend a list"),
@@ -967,6 +1100,7 @@ def test_construction_allocates_nothing_before_it_refuses(monkeypatch: pytest.Mo
         {"params": params[:1]},
         {"params": params, "storage": storage},
         {"params": params, "backend": "x"},
+        {"params": params, "recorder": "x"},
     ):
         with pytest.raises(SpecStateError):
             StateManager(config, **arguments)
@@ -976,6 +1110,7 @@ def bad_storage() -> dict[str, tuple[Any, tuple[str, ...]]]:
     """Storage that does not fit make_config(): 3 + 1 slots of recurrent [2, 5, 6] and conv [34, 3] in two layers."""
     recurrent, conv = f64(4, 2, 5, 6), f64(4, 34, 3)
     good = (recurrent, conv)
+    block, pages = f64(1000), f64(10, 2, 5, 6)
     fits = "[4, 2, 5, 6]"
     return {
         "a number": (5, ("storage", "2 (recurrent, conv) pairs")),
@@ -1002,6 +1137,31 @@ def bad_storage() -> dict[str, tuple[Any, tuple[str, ...]]]:
         "slots that share memory": (
             [(f64(1, 2, 5, 6).expand(4, 2, 5, 6), conv)] * 2,
             ("storage[0].recurrent", "elements"),
+        ),
+        "slots that overlap": (
+            [(f64(200).as_strided((4, 2, 5, 6), (30, 30, 6, 1)), conv)] * 2,
+            ("storage[0].recurrent", "elements", "(30, 30, 6, 1)"),
+        ),
+        "nested": ([good, (nested(*[(2, 5, 6)] * 4), conv)], ("storage[1].recurrent", "nested")),
+        "one recurrent for two layers": (
+            [good, (recurrent, f64(4, 34, 3))],
+            ("storage[0].recurrent", "storage[1].recurrent", "share memory"),
+        ),
+        "one conv for two layers": (
+            [good, (f64(4, 2, 5, 6), conv)],
+            ("storage[0].conv", "storage[1].conv", "share memory"),
+        ),
+        "a conv in a recurrent": (
+            [(block[:240].view(4, 2, 5, 6), block[239:647].view(4, 34, 3)), good],
+            ("storage[0].recurrent", "storage[0].conv", "share memory"),
+        ),
+        "pages of which one is shared": (
+            [(pages[0:8:2], f64(4, 34, 3)), (pages[2:10:2], f64(4, 34, 3))],
+            ("storage[0].recurrent", "storage[1].recurrent", "share memory"),
+        ),
+        "made in inference mode": (
+            [good, (inference_tensor(4, 2, 5, 6), f64(4, 34, 3))],
+            ("storage[1].recurrent", "inference mode"),
         ),
     }
 
@@ -1084,7 +1244,13 @@ def test_backend_metadata_refuses(name: str) -> None:
         pytest.param({"num_accepted": [2.0]}, ("num_accepted", "sequence of int"), id="counts of floats"),
         pytest.param({"num_accepted": [True]}, ("num_accepted", "sequence of int"), id="counts of bools"),
         pytest.param({"num_accepted": [None]}, ("num_accepted", "sequence of int"), id="counts of None"),
-        pytest.param({"num_accepted": np.array([2])}, ("num_accepted", "sequence of int"), id="counts an array"),
+        pytest.param({"num_accepted": np.array([2.0])}, ("num_accepted", "sequence of int"), id="counts a float array"),
+        pytest.param(
+            {"num_accepted": np.array([[2]])}, ("num_accepted", "sequence of int"), id="counts a column array"
+        ),
+        pytest.param({"num_accepted": np.array(2)}, ("num_accepted", "sequence of int"), id="counts a scalar array"),
+        pytest.param({"num_accepted": b"\2"}, ("num_accepted", "sequence of int"), id="counts of bytes"),
+        pytest.param({"num_accepted": {2}}, ("num_accepted", "sequence of int"), id="counts a set"),
         pytest.param({"num_accepted": []}, ("num_accepted", "0 entries", "entry 0"), id="counts empty"),
         pytest.param({"num_accepted": torch.tensor([2.0])}, ("num_accepted", "float32"), id="counts a float tensor"),
         pytest.param({"num_accepted": torch.tensor([[2]])}, ("num_accepted", "[1, 1]"), id="counts a column"),
@@ -1108,6 +1274,28 @@ def test_backend_metadata_refuses_ends(arguments: dict[str, Any], words: tuple[s
     assert fingerprint(manager, step) == before
     step.defer([2])
     assert manager.committed_len(handle) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_accepted", "mask"),
+    [
+        pytest.param(range(2, 4), (True, False), id="range and tuple"),
+        pytest.param(array.array("i", [2, 3]), [True, False], id="array and list"),
+        pytest.param(np.array([2, 3], dtype=np.int16), np.array([True, False]), id="numpy"),
+        pytest.param(torch.tensor([2, 3]), torch.tensor([True, False]), id="tensors"),
+    ],
+)
+def test_backend_metadata_takes_any_sequence(num_accepted: Any, mask: Any) -> None:
+    manager = StateManager(make_config(), None, backend="metadata", debug=True)
+    handles = tuple(manager.admit(name) for name in "ab")
+    step = manager.begin_step(StepMetadata(handles=handles, query_lens=(3, 3)))
+    step.replayed("verify")
+    step.defer(num_accepted, eager=mask, finished=mask)
+    held = [manager._backend.cursor(handle.record_slot) for handle in handles]
+    assert [(cursor.committed_len, cursor.pending_len, cursor.finished) for cursor in held] == [
+        (2, 0, True),
+        (3, 3, False),
+    ]
 
 
 def test_backend_metadata_refuses_the_rest_too() -> None:

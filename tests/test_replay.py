@@ -387,7 +387,7 @@ def test_a_partial_trace_replays_as_far_as_it_goes(tmp_path: Path) -> None:
 def test_a_config_that_cannot_be_built_is_refused(tmp_path: Path) -> None:
     header, *rest = golden("class13_cancel_ring").read_text().splitlines()
     fields = json.loads(header)
-    fields["config"]["max_requests"] = 2**50
+    fields["config"]["block_size"] = 64
     path = tmp_path / "vast.jsonl"
     path.write_text("\n".join([json.dumps(fields), *rest, ""]))
     with pytest.raises(TraceError, match=r"vast\.jsonl, line 1: no manager can be built"):

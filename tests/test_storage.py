@@ -32,7 +32,8 @@ TYPES = [
 def allocations(manager: StateManager) -> dict[int, int]:
     """Bytes of every memory block behind the manager's tensors, by address; views of one block count once."""
     storage: Any = manager._backend.storage
-    tensors = [storage.cursors, storage.end_tokens, storage.counters]
+    once = (storage.cursors, storage.end_tokens, storage.counters, storage.conv_output)
+    tensors = [tensor for tensor in once if tensor is not None]
     for layer in storage.layers:
         tensors += [tensor for tensor in layer if tensor is not None]
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -154,6 +155,35 @@ def test_storage_of_the_caller_gives_the_same_and_nothing_else_is_touched(layout
     assert managers[0].digest() == managers[1].digest()
 
 
+def interleaved(config: StateConfig, layout: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Storage of all layers in one block of memory."""
+    spec, layers, slots = config.layer, config.num_layers, config.num_checkpoints + 1
+    state = (spec.num_heads, spec.head_v_dim, spec.head_k_dim)
+    conv = (spec.conv_channels, spec.conv_history_len)
+    sizes = (torch.Size(state).numel(), torch.Size(conv).numel())
+    if layout == "pages":  # a page holds a slot of every layer
+        pages = torch.zeros(slots, layers, sum(sizes) + 7, dtype=DTYPES[config.checkpoint_dtype])
+        parts = [pages[:, layer, 3 : 3 + sum(sizes)].split(sizes, -1) for layer in range(layers)]
+    else:
+        assert layout == "every other head"  # of a state, and every other channel of a conv
+        heads = torch.zeros(slots, state[0], layers, *state[1:], dtype=DTYPES[config.checkpoint_dtype])
+        channels = torch.zeros(slots, conv[0], layers, conv[1], dtype=DTYPES[config.activation_dtype])
+        return [(heads[:, :, layer], channels[:, :, layer]) for layer in range(layers)]
+    return [(recurrent.unflatten(-1, state), history.unflatten(-1, conv)) for recurrent, history in parts]
+
+
+@pytest.mark.parametrize("layout", ["pages", "every other head"])
+def test_layers_may_lie_interleaved(layout: str) -> None:
+    config = make_config(num_layers=3)
+    manager = StateManager(config, make_params(config), storage=interleaved(config, layout), debug=True)
+    a, b, twins = manager.admit("a"), manager.admit("b"), [make_twin(config), make_twin(config)]
+    for seed in range(5):
+        run_step(manager, [(a, twins[0], 4, 1 + seed % 4), (b, twins[1], 3, 2)], seed)
+    manager.flush()
+    twins[0].check(manager, a)
+    twins[1].check(manager, b)
+
+
 def test_the_callers_null_slot_may_hold_anything() -> None:
     config = make_config()
     pages = Pages(config, "contiguous")
@@ -238,5 +268,5 @@ def test_storage_that_overlaps_itself_is_refused(field: str) -> None:
     pages = Pages(config, "contiguous")
     views = {"recurrent": pages.storage[0][0], "conv": pages.storage[0][1]}
     views[field] = views[field][:1].expand_as(views[field])
-    with pytest.raises(SpecStateError, match=rf"storage\[0\]\.{field} must not be expanded"):
+    with pytest.raises(SpecStateError, match=rf"storage\[0\]\.{field} must not overlap itself"):
         StateManager(config, make_params(config), storage=[(views["recurrent"], views["conv"])] * 2)

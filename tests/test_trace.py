@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from specstate import SamplingParams, SpecStateError, StateManager, StepMetadata, TraceRecorder
+from specstate.limits import INT32_MAX
 from specstate.replay import replay_file
 from specstate.trace import TraceError, read_trace, recorder
-from specstate.trace.schema import EVENTS, INT32_MAX, BeginStep, Defer, Event, Flush
+from specstate.trace.schema import EVENTS, BeginStep, Defer, Event, Flush
 from tests.factories import make_config, make_inputs, make_params, verify_all
 
 TRACES = Path(__file__).parent / "traces"

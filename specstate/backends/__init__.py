@@ -29,6 +29,34 @@ class Cursor(NamedTuple):
     generation: int
     finished: bool
 
+    @property
+    def committed_len(self) -> int:
+        return self.checkpoint_len + self.pending_len
+
+
+class LayerInputs(NamedTuple):
+    """What one layer's verify is given; backend "metadata" is given nothing."""
+
+    qkv: Any
+    """[tokens, C]"""
+    raw_gate: Any
+    """[tokens, H, K]"""
+    raw_beta: Any
+    """[tokens, H]"""
+
+
+class LayerRecords(NamedTuple):
+    """What an own kernel hands in for one layer in place of a verify."""
+
+    u: Any
+    """[tokens, H, V]"""
+    key: Any
+    """[tokens, H, K]"""
+    gate: Any
+    """[tokens, H, K]"""
+    conv_input: Any
+    """[tokens, C], or None without a conv."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceCounters:
@@ -87,12 +115,12 @@ class Backend(Protocol):
         """The row owns nothing from here on."""
         ...
 
-    def verify(self, rows: Any, layer: int, inputs: tuple[Any, Any, Any], out: Any, where: str) -> Any:
-        """One layer of a window: qkv, raw_gate and raw_beta. Raises SpecStateError before changing anything."""
+    def verify(self, rows: Any, layer: int, inputs: LayerInputs, out: Any, where: str) -> Any:
+        """One layer of a window. Raises SpecStateError before changing anything."""
         ...
 
-    def write_records(self, rows: Any, layer: int, records: tuple[Any, Any, Any, Any], where: str) -> None:
-        """The caller's own u, key, gate and conv_input. Raises SpecStateError before changing anything."""
+    def write_records(self, rows: Any, layer: int, records: LayerRecords, where: str) -> None:
+        """The caller's own records. Raises SpecStateError before changing anything."""
         ...
 
     def sample(self, rows: Any, target_logits: Any, draft_tokens: Any, where: str) -> tuple[Any, Any, Any, Any]:

@@ -23,9 +23,14 @@ class LayerGuard:
         }
 
     def check(self, what: str) -> None:
-        """Raises SpecStateError naming the tensor and slot that changed but may not."""
+        """Raises SpecStateError naming the tensor and slot that changed but may not; the layer is as before then."""
         for name, before in self._before.items():
             after = getattr(self._layer, name)
             for slot in set(range(len(before))) - self._may_change[name]:
                 if not torch.equal(bits(before[slot]), bits(after[slot])):
+                    self._restore()
                     raise SpecStateError(f"{what} changed slot {slot} of {name}, which no row of the step may change")
+
+    def _restore(self) -> None:
+        for name, before in self._before.items():
+            getattr(self._layer, name).copy_(before)

@@ -4,12 +4,13 @@ The arithmetic is that of ``begin``, ``accepted_counts`` and ``advance`` in kern
 one row at a time, so that a step of a few hundred rows costs microseconds.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from specstate.backends import Cursor, DeviceCounters, LayerState
+from specstate.backends import Cursor, DeviceCounters, LayerInputs, LayerRecords, LayerState
 from specstate.batch import Batch
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
@@ -30,25 +31,25 @@ class MetadataRows:
 
     @property
     def query_start_loc(self) -> torch.Tensor:
-        lens = torch.tensor([0, *self.batch.query_lens], dtype=torch.int32)
+        lens = torch.tensor([0, *self.batch.query_lens], dtype=torch.int32, device="cpu")
         return lens.cumsum(0, dtype=torch.int32)
 
     @property
     def positions(self) -> torch.Tensor:
         flat = [start + t for start, n in zip(self.committed, self.batch.query_lens, strict=True) for t in range(n)]
-        return torch.tensor(flat + [0] * (self.batch.num_tokens - len(flat)), dtype=torch.int32)
+        return torch.tensor(flat + [0] * (self.batch.num_tokens - len(flat)), dtype=torch.int32, device="cpu")
 
     @property
     def committed_lens(self) -> torch.Tensor:
-        return torch.tensor(self.committed, dtype=torch.int32)
+        return torch.tensor(self.committed, dtype=torch.int32, device="cpu")
 
     @property
     def checkpoint_slots(self) -> torch.Tensor:
-        return torch.tensor(self.checkpoint_slots_list, dtype=torch.int32)
+        return torch.tensor(self.checkpoint_slots_list, dtype=torch.int32, device="cpu")
 
     @property
     def record_slots(self) -> torch.Tensor:
-        return torch.tensor(self.record_rows, dtype=torch.int32)
+        return torch.tensor(self.record_rows, dtype=torch.int32, device="cpu")
 
 
 class MetadataBackend:
@@ -103,12 +104,12 @@ class MetadataBackend:
         rows.checkpoint_slots_list[row], rows.record_rows[row] = 0, -1
         rows.checkpoint_lens[row] = rows.pending_lens[row] = rows.fold_lens[row] = 0
 
-    def verify(self, rows: MetadataRows, layer: int, inputs: tuple[Any, Any, Any], out: Any, where: str) -> None:
-        for name, value in zip(("qkv", "raw_gate", "raw_beta", "out"), (*inputs, out), strict=True):
+    def verify(self, rows: MetadataRows, layer: int, inputs: LayerInputs, out: Any, where: str) -> None:
+        for name, value in {**inputs._asdict(), "out": out}.items():
             if value is not None:
                 raise SpecStateError(f"{name} must be None on backend 'metadata', which holds no payloads{where}")
 
-    def write_records(self, rows: MetadataRows, layer: int, records: tuple[Any, ...], where: str) -> None:
+    def write_records(self, rows: MetadataRows, layer: int, records: LayerRecords, where: str) -> None:
         raise SpecStateError(f"write_records needs payloads, which backend 'metadata' does not hold{where}")
 
     def sample(self, rows: MetadataRows, target_logits: Any, draft_tokens: Any, where: str) -> Any:
@@ -196,9 +197,10 @@ def _as_list(name: str, values: Any, kind: type, least_len: int, where: str) -> 
             )
         if values.device.type != "cpu":
             raise SpecStateError(f"{name} must be on the CPU for backend 'metadata', got {values.device}{where}")
-        values = values.tolist()
-    if not isinstance(values, list | tuple) or any(type(value) is not kind for value in values):
+    # Of a tensor, a numpy array or an array.array: Python's own numbers.
+    listed = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes) or any(type(x) is not kind for x in listed):
         raise SpecStateError(f"{name} must be a sequence of {kind.__name__} or a CPU tensor{where}")
-    if len(values) < least_len:
-        raise SpecStateError(f"{name} has {len(values)} entries, batch_index reads entry {least_len - 1}{where}")
-    return list(values)
+    if len(listed) < least_len:
+        raise SpecStateError(f"{name} has {len(listed)} entries, batch_index reads entry {least_len - 1}{where}")
+    return list(listed)

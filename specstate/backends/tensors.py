@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from specstate.backends import Cursor, DeviceCounters, LayerState
+from specstate.backends import Cursor, DeviceCounters, LayerInputs, LayerRecords, LayerState
+from specstate.backends.ambient import shielded
 from specstate.backends.guard import LayerGuard
 from specstate.batch import Batch
 from specstate.config import StateConfig
@@ -16,7 +17,7 @@ from specstate.kernels.cursors import StepTensors, null_row
 from specstate.kernels.reference import read_conv_history
 from specstate.layout import plan_bytes
 from specstate.storage import Storage
-from specstate.validation import DTYPES, bits, check_tensor, check_writable, unique_dtypes
+from specstate.validation import DTYPES, bits, check_own_memory, check_tensor, memory_span, unique_dtypes
 
 
 class TensorBackend:
@@ -34,6 +35,7 @@ class TensorBackend:
 
     # -- slots
 
+    @shielded
     def admit(self, checkpoint_slot: int, record_row: int, generation: int, end_tokens: tuple[int, ...]) -> None:
         for layer in self.storage.layers:
             layer.recurrent[checkpoint_slot].zero_()
@@ -44,7 +46,7 @@ class TensorBackend:
         self.storage.end_tokens[record_row] = self._to_device(padded)
         self.storage.cursors[record_row] = self._to_device([0, 0, generation, 0])
 
-    @torch.no_grad()
+    @shielded
     def load(self, checkpoint_slot: int, record_row: int, states: Any, committed_len: int) -> None:
         if states is not None:
             self._check_states(states)
@@ -63,16 +65,18 @@ class TensorBackend:
         cursor[at.CURSOR_PENDING_LEN].zero_()
         cursor[at.CURSOR_FINISHED].zero_()
 
+    @shielded
     def release(self, record_row: int) -> None:
         self.storage.cursors[record_row].zero_()
         self.storage.end_tokens[record_row].fill_(-1)
 
     # -- a step
 
+    @shielded
     def begin(self, batch: Batch) -> StepTensors:
         self.kernels.check_storage("")
         # Ordinary tensors even under inference mode: a release may null a row outside of it.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # the first turns gradients on
             staged = self._to_device(self.staged_columns(batch))
             length = max(batch.query_lens, default=0)
             return self.kernels.begin(staged, len(batch.query_lens), batch.num_tokens, length)
@@ -92,39 +96,46 @@ class TensorBackend:
         )
         return [*(entry for row in zip(*columns, strict=True) for entry in row), *starts]
 
+    @shielded
     def capture(self, num_rows: int, num_tokens: int) -> tuple[torch.Tensor, StepTensors]:
         """Buffers for steps of one size inside a CUDA graph: staged columns, and the rows that its first node makes."""
         size = num_rows * at.STAGED_COLUMNS + num_rows + 1
-        # Not filled here: under capture that would become part of the graph, and undo every staging.
-        staged = torch.empty(size, dtype=torch.int32, device=self.device)
-        return staged, self.kernels.begin(staged, num_rows, num_tokens, self.config.max_query_len)
+        with torch.inference_mode(False), torch.no_grad():
+            # Not filled here: under capture that would become part of the graph, and undo every staging.
+            staged = torch.empty(size, dtype=torch.int32, device=self.device)
+            return staged, self.kernels.begin(staged, num_rows, num_tokens, self.config.max_query_len)
 
+    @shielded
     def null_staged_row(self, staged: torch.Tensor, num_rows: int, row: int) -> None:
         """``null_row`` for a step that waits for its replay."""
         null_row(staged[: num_rows * at.STAGED_COLUMNS].view(num_rows, at.STAGED_COLUMNS), row)
 
+    @shielded
     def warmup(self) -> None:
         """Compiles every kernel that the config can launch."""
         self.kernels.warmup()
 
+    @shielded
     def refresh(self, rows: StepTensors) -> None:
         self.kernels.refresh(rows)
 
+    @shielded
     def null_row(self, rows: StepTensors, row: int) -> None:
         self.kernels.null_row(rows, row)
 
-    @torch.no_grad()
-    def verify(self, rows: StepTensors, layer: int, inputs: tuple[Any, Any, Any], out: Any, where: str) -> torch.Tensor:
+    @shielded
+    def verify(self, rows: StepTensors, layer: int, inputs: LayerInputs, out: Any, where: str) -> torch.Tensor:
         spec, tokens, device = self.config.layer, rows.num_tokens, self.device
         wide = unique_dtypes(self._activation, torch.float32, self._compute)
-        qkv = check_tensor("qkv", inputs[0], (tokens, spec.conv_channels), [self._activation], device, where)
-        gate = check_tensor("raw_gate", inputs[1], (tokens, spec.num_heads, spec.head_k_dim), wide, device, where)
-        beta = check_tensor("raw_beta", inputs[2], (tokens, spec.num_heads), wide, device, where)
+        qkv = check_tensor("qkv", inputs.qkv, (tokens, spec.conv_channels), [self._activation], device, where)
+        gate = check_tensor("raw_gate", inputs.raw_gate, (tokens, spec.num_heads, spec.head_k_dim), wide, device, where)
+        beta = check_tensor("raw_beta", inputs.raw_beta, (tokens, spec.num_heads), wide, device, where)
         shape = (tokens, spec.num_heads, spec.head_v_dim)
         if out is None:
             out = torch.empty(shape, dtype=self._activation, device=device)
-        check_tensor("out", out, shape, unique_dtypes(self._activation, torch.float32), device, where)
-        check_writable("out", out, where)
+        else:
+            check_tensor("out", out, shape, unique_dtypes(self._activation, torch.float32), device, where)
+            self._check_out(out, {"qkv": qkv, "raw_gate": gate, "raw_beta": beta}, where)
         for name, tensor in (("qkv", qkv), ("raw_gate", gate), ("raw_beta", beta), ("out", out)):
             self.kernels.check_layout(name, tensor, where)
         guard = LayerGuard(self.storage.layers[layer], rows.rows) if self._debug else None
@@ -133,8 +144,8 @@ class TensorBackend:
             guard.check(f"verify of layer {layer}{where}")
         return out
 
-    @torch.no_grad()
-    def write_records(self, rows: StepTensors, layer: int, records: tuple[Any, Any, Any, Any], where: str) -> None:
+    @shielded
+    def write_records(self, rows: StepTensors, layer: int, records: LayerRecords, where: str) -> None:
         spec, tokens, device = self.config.layer, rows.num_tokens, self.device
         heads, k_dim, v_dim = spec.num_heads, spec.head_k_dim, spec.head_v_dim
         u, key, gate, conv_input = records
@@ -148,7 +159,7 @@ class TensorBackend:
             check_tensor("conv_input", conv_input, (tokens, spec.conv_channels), [self._activation], device, where)
         self.kernels.write_records(rows, layer, u, key, gate, conv_input)
 
-    @torch.no_grad()
+    @shielded
     def sample(
         self, rows: StepTensors, target_logits: Any, draft_tokens: Any, where: str
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -168,22 +179,23 @@ class TensorBackend:
         check_tensor(name, values, (None,), (torch.bool,), self.device, where)
         return _check_len(name, values, least_len, where)
 
+    @shielded
     def by_row(self, rows: StepTensors, values: torch.Tensor) -> torch.Tensor:
         if not len(values):  # no live row, so no entry is read
             return values.new_zeros(rows.rows.shape[0])
         entry = rows.rows[:, at.BATCH_INDEX].long().clamp(max=len(values) - 1)
         return values[entry]
 
-    @torch.no_grad()
+    @shielded
     def end(self, rows: StepTensors, counts: torch.Tensor, fold: Any, finished: torch.Tensor | None) -> None:
         self.kernels.end(rows, counts, self.config.folds_at_end or (fold is not None and fold), finished)
 
-    @torch.no_grad()
+    @shielded
     def cancel(self, rows: StepTensors, unverified: list[int]) -> None:
         if self.config.folds_in_verify:
             self.kernels.cancel(rows, unverified)
 
-    @torch.no_grad()
+    @shielded
     def flush(self, rows: StepTensors) -> None:
         self.kernels.flush(rows)
 
@@ -193,7 +205,7 @@ class TensorBackend:
         checkpoint_len, pending_len, generation, finished = self.storage.cursors[record_row].tolist()
         return Cursor(checkpoint_len, pending_len, generation, bool(finished))
 
-    @torch.no_grad()
+    @shielded
     def read(self, checkpoint_slot: int, record_row: int, layer: int, folded_by_verify: bool) -> LayerState:
         cursor = self.cursor(record_row)
         start, count = cursor.checkpoint_len, cursor.pending_len
@@ -211,6 +223,7 @@ class TensorBackend:
             wasted_windows=values[at.COUNT_WASTED],
         )
 
+    @shielded
     def check_integrity(self, owners: dict[int, tuple[int, bool]]) -> None:
         planned = plan_bytes(self.config).total_bytes
         if self.storage.owns_checkpoints and self.allocated_bytes != planned:
@@ -228,7 +241,7 @@ class TensorBackend:
                 cursor = self.cursor(record_row)
                 if cursor.pending_len and not folded_by_verify:
                     continue
-                position = self._to_device([cursor.checkpoint_len + cursor.pending_len])
+                position = self._to_device([cursor.committed_len])
                 ring = read_conv_history(layer, self._to_device([record_row]), position)[0]
                 if not torch.equal(bits(ring), bits(layer.conv[checkpoint_slot])):
                     raise SpecStateError(
@@ -253,8 +266,21 @@ class TensorBackend:
                 else:
                     check_tensor(f"states[{index}].{name}", state, target.shape[1:], [target.dtype], self.device)
 
+    def _check_out(self, out: torch.Tensor, inputs: dict[str, torch.Tensor], where: str) -> None:
+        """``out`` is written while inputs and state are read, so it must have memory of its own."""
+        check_own_memory("out", out, where)
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            raise SpecStateError(f"out is an inference tensor and may only be written in inference mode{where}")
+        start, end = memory_span(out)
+        for name, tensor in inputs.items():
+            first, last = memory_span(tensor)
+            if start < last and first < end:
+                raise SpecStateError(f"out must not share memory with {name}{where}")
+        if self.storage.meets(out):
+            raise SpecStateError(f"out must not share memory with the manager's tensors or the caller's storage{where}")
+
     def _to_device(self, values: Any) -> torch.Tensor:
-        host = torch.tensor(values, dtype=torch.int32)
+        host = torch.tensor(values, dtype=torch.int32, device="cpu")
         if self.device.type == "cpu":
             return host
         # From pinned memory, since a copy from pageable memory waits for the device.

@@ -1,13 +1,17 @@
 """Kernels and their launchers. Nothing in here knows the manager, a request or a handle: rows in, tensors out."""
 
-from typing import Protocol
+from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Protocol
 
-from specstate.kernels.cursors import StepTensors
-from specstate.params import LayerParams
+# The layout table reads kernels/rows.py, and a plan needs no torch.
+if TYPE_CHECKING:
+    import torch
 
-Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    from specstate.kernels.cursors import StepTensors
+    from specstate.params import LayerParams
+
+Sampled = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"]
 
 
 class Kernels(Protocol):

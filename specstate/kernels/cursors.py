@@ -33,15 +33,16 @@ class StepTensors:
     """What the reference derives from the rows, and keeps until they change."""
 
     def copy(self) -> "StepTensors":
-        """The same step in memory of its own."""
-        return StepTensors(
-            self.rows.clone(),
-            self.query_start_loc.clone(),
-            self.positions.clone(),
-            self.committed_lens.clone(),
-            self.window,
-            self.folds_in_verify,
-        )
+        """The same step in memory of its own, ordinary tensors also in inference mode: a release writes them later."""
+        with torch.inference_mode(False):
+            return StepTensors(
+                self.rows.clone(),
+                self.query_start_loc.clone(),
+                self.positions.clone(),
+                self.committed_lens.clone(),
+                self.window,
+                self.folds_in_verify,
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -177,7 +178,8 @@ def advance(
 def verify_fold_plan(rows: torch.Tensor) -> torch.Tensor:
     """The plan of what this step's verify folds, for layers that did not verify when a step is cancelled."""
     columns = [at.CHECKPOINT_SLOT, at.CHECKPOINT_SLOT, at.RECORD_ROW, at.CHECKPOINT_LEN, at.FOLD_LEN]
-    return F.pad(rows[:, columns], (0, at.PLAN_COLUMNS - len(columns)))
+    # Column by column: an index by a list would be copied to the device, and wait for it.
+    return F.pad(torch.stack([rows[:, c] for c in columns], 1), (0, at.PLAN_COLUMNS - len(columns)))
 
 
 def live_rows(rows: torch.Tensor) -> torch.Tensor:

@@ -34,8 +34,9 @@ def greedy(
     running = owned & ~was_finished
 
     place = torch.arange(window.length, dtype=torch.int32, device=device)
-    best = logits.argmax(-1).to(torch.int32)[window.gather.mT]  # [rows, length]
-    drafts = draft_tokens.to(torch.int32)[window.gather.mT][:, 1:]
+    # In int64 throughout: an id that does not fit int32 must not become another one.
+    best = logits.argmax(-1)[window.gather.mT]  # [rows, length]
+    drafts = draft_tokens.long()[window.gather.mT][:, 1:]
     agrees = (drafts == best[:, :-1]) & (place[1:] < query_len)
     accepted = torch.maximum(1 + agrees.int().cumprod(1).sum(1, dtype=torch.int32), least)
 
@@ -61,4 +62,4 @@ def greedy(
     listed = torch.where(running[:, None], listed, -1)
     next_token = torch.where(running & ~finished, next_token, -1)
     listed = F.pad(listed, (0, max_query_len - window.length), value=-1)
-    return accepted, listed, next_token, finished | was_finished
+    return accepted, listed.to(torch.int32), next_token.to(torch.int32), finished | was_finished

@@ -11,68 +11,28 @@ import triton
 import triton.language as tl
 
 from specstate.config import StateConfig
-from specstate.errors import SpecStateError
 from specstate.kernels import Sampled, cursors, reference
 from specstate.kernels import rows as at
 from specstate.kernels.cursors import StepTensors
+from specstate.kernels.supported import INTERPRETED, WINDOW_TILE, check_inner
+from specstate.kernels.table import AddressTable
 from specstate.kernels.triton_conv import conv_kernel
 from specstate.kernels.triton_cursor import advance_kernel, begin_kernel, refresh_kernel
-from specstate.kernels.triton_fold import TABLE_COLUMNS, fold_kernel
+from specstate.kernels.triton_fold import fold_kernel
 from specstate.kernels.triton_greedy import accept_kernel, best_token_kernel
 from specstate.kernels.triton_records import conv_inputs_kernel, records_kernel
 from specstate.kernels.triton_verify import verify_kernel
+from specstate.layout import CONV_OUTPUT_TOKENS
 from specstate.params import LayerParams
 from specstate.storage import Storage
 
-INTERPRETED = triton.knobs.runtime.interpret
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-#: Window tokens are padded to this, the least width of a matrix product.
-WINDOW_TILE = 16
 #: Rows of the state per program. 64 on 4 warps was best of 32, 64 and 128 on an H200 (K = V = 128); the interpreter
 #: pays per program and not per element, so it takes a head at once.
 STATE_TILE = 64
 CHANNEL_TILE = 256
 NO_CAPACITY = 2**30
-
-
-def address(pointer: int) -> int:
-    """A device address as int64 holds it: two's complement, the identity below 2^63. Kernels reinterpret it."""
-    if not 0 <= pointer < 2**64:
-        raise SpecStateError(f"address {pointer} is outside 0..2^64")
-    return pointer - 2**64 if pointer >= 2**63 else pointer
-
-
-def _check_inner(name: str, tensor: torch.Tensor, where: str) -> None:
-    """All dimensions but the first must be contiguous: a token's or a slot's values lie side by side."""
-    if tensor.shape[0] and not tensor[0].is_contiguous():
-        raise SpecStateError(
-            f"{name} must be contiguous behind its first dimension for backend 'triton', has strides {tensor.stride()}"
-            f"{where}"
-        )
-
-
-def check_supported(config: StateConfig, device: torch.device) -> None:
-    """Raises SpecStateError naming what these kernels do not do, and what does."""
-    spec, instead = config.layer, "use backend='reference'"
-    if device.type == "cpu" and not INTERPRETED:
-        raise SpecStateError(
-            f"backend 'triton' needs a GPU, device is {str(device)!r}; {instead}, or set TRITON_INTERPRET=1 before the "
-            "first import of triton to try the kernels on a CPU"
-        )
-    if device.type != "cpu" and INTERPRETED:
-        raise SpecStateError(f"TRITON_INTERPRET is set, so kernels run on a CPU alone, device is {str(device)!r}")
-    for name, dtype in (("checkpoint_dtype", config.checkpoint_dtype), ("activation_dtype", config.activation_dtype)):
-        if dtype == "float64":
-            raise SpecStateError(f"{name} = 'float64' is not computed by backend 'triton'; {instead}")
-    for name, size, least, most in (
-        ("head_k_dim", spec.head_k_dim, 16, 256),
-        ("head_v_dim", spec.head_v_dim, 16, 256),
-        ("conv_kernel_size", spec.conv_kernel_size or 2, 2, 4),
-        ("max_query_len", config.max_query_len, 1, WINDOW_TILE),
-    ):
-        if not least <= size <= most:
-            raise SpecStateError(f"{name} = {size} is outside {least}..{most} of backend 'triton'; {instead}")
 
 
 class PortableKernels:
@@ -98,49 +58,15 @@ class PortableKernels:
         on_nvidia = storage.cursors.is_cuda and torch.version.hip is None
         # Three tf32 products have float32 grade; elsewhere plain float32.
         self._precision = "tf32x3" if on_nvidia else "ieee"
-        self._mixed = storage.layers[0].record_key_gate.new_empty(0, spec.conv_channels)
         self.bind(params)
 
     def bind(self, params: tuple[LayerParams, ...]) -> None:
-        """Builds the address table over storage and ``params``; remembers what it was built from."""
+        """Builds the address table over storage and ``params``."""
+        self._table = AddressTable(self.storage, params)
         self.params = params
-        for index, layer in enumerate(self.storage.layers):
-            _check_inner(f"storage[{index}].recurrent", layer.recurrent, "")
-        for index, given in enumerate(params):
-            for name in ("A_log", "dt_bias", "conv_weight", "conv_bias"):
-                tensor = getattr(given, name)
-                if tensor is not None and not tensor.is_contiguous():
-                    raise SpecStateError(f"params[{index}].{name} must be contiguous, has strides {tensor.stride()}")
-        table = []
-        for layer, given in zip(self.storage.layers, params, strict=True):
-            tensors = (
-                layer.recurrent,
-                layer.conv,
-                layer.conv_ring,
-                layer.record_u,
-                layer.record_key_gate,
-                layer.record_inv_norm,
-                given.A_log,
-                given.dt_bias,
-            )
-            table.append([0 if tensor is None else address(tensor.data_ptr()) for tensor in tensors])
-        self._built_from = self._storage_addresses()
-        device = self.storage.cursors.device
-        self._table = torch.tensor(table, dtype=torch.int64).to(device)
 
     def check_storage(self, where: str) -> None:
-        """Raises SpecStateError when the storage no longer lies where the table points."""
-        for layer, (now, then) in enumerate(zip(self._storage_addresses(), self._built_from, strict=True)):
-            if now != then:
-                raise SpecStateError(
-                    f"storage[{layer}] was replaced: it lies at {now}, the address table was built over {then}{where}"
-                )
-
-    def _storage_addresses(self) -> list[tuple[int, int]]:
-        return [
-            (layer.recurrent.data_ptr(), 0 if layer.conv is None else layer.conv.data_ptr())
-            for layer in self.storage.layers
-        ]
+        self._table.check(where)
 
     def warmup(self) -> None:
         """Launches every variant once, over a step of one dummy row and one token: nothing but scratch is touched."""
@@ -163,10 +89,12 @@ class PortableKernels:
         key = zeros(1, spec.num_heads, spec.head_k_dim)
         u = zeros(1, spec.num_heads, spec.head_v_dim, dtype=torch.float32)
         self.write_records(step, 0, u, key, key, qkv if self._history else None)
-        for logits, ids in product((torch.float32, torch.bfloat16, torch.float16), (torch.int32, torch.int64)):
+        floats = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        for logits, ids in product(floats, (torch.int32, torch.int64)):
             self.greedy(step, zeros(1, 2, dtype=logits), zeros(1, dtype=ids))
         mask = zeros(1, dtype=torch.bool)
-        for counts, fold, finished in product((torch.int32, torch.int64), (True, False, mask), (None, mask)):
+        folds: tuple[torch.Tensor | bool, ...] = (True, False, mask)
+        for counts, fold, finished in product((torch.int32, torch.int64), folds, (None, mask)):
             self.end(step, zeros(1, dtype=counts), fold, finished)
         self.cancel(step, [0])
         self.flush(step)
@@ -212,7 +140,7 @@ class PortableKernels:
             )
 
     def check_layout(self, name: str, tensor: torch.Tensor, where: str) -> None:
-        _check_inner(name, tensor, where)
+        check_inner(name, tensor, where)
 
     def null_row(self, step: StepTensors, row: int) -> None:
         cursors.null_row(step.rows, row)
@@ -226,13 +154,27 @@ class PortableKernels:
         raw_beta: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        views, params, spec = self.storage.layers[layer], self.params[layer], self.config.layer
         num_rows, num_tokens = len(step.rows), len(step.positions)
-        mixed = qkv
-        if self._history and num_rows and num_tokens:
-            mixed = self._conv_output(num_tokens)
-            conv_kernel[(num_rows * triton.cdiv(spec.conv_channels, CHANNEL_TILE),)](
+        if not num_tokens:
+            return
+        # The conv's output is kept for so many rows at a time; without a conv, one launch does all.
+        at_once = CONV_OUTPUT_TOKENS // self.config.max_query_len if self._history else num_rows
+        for first_row in range(0, max(num_rows, 1), max(at_once, 1)):
+            rows = min(at_once, num_rows - first_row)
+            is_last = first_row + rows == num_rows
+            mixed = self._convolve(step, layer, qkv, first_row, rows) if self._history else qkv
+            # Behind the last row, one more stands for the tokens of no row.
+            self._verify(step, layer, mixed, raw_gate, raw_beta, out, first_row, rows + is_last)
+
+    def _convolve(self, step: StepTensors, layer: int, qkv: torch.Tensor, first_row: int, rows: int) -> torch.Tensor:
+        """q|k|v of ``rows`` windows after the conv, [rows * T, C]; a view of the workspace that all layers share."""
+        views, params, channels = self.storage.layers[layer], self.params[layer], self.config.layer.conv_channels
+        mixed, longest = self.storage.conv_output, self.config.max_query_len
+        assert mixed is not None and views.conv is not None
+        if rows:
+            conv_kernel[(rows * triton.cdiv(channels, CHANNEL_TILE),)](
                 step.rows,
+                first_row,
                 qkv,
                 qkv.stride(0),
                 mixed,
@@ -241,7 +183,8 @@ class PortableKernels:
                 views.conv,
                 *views.conv.stride(),
                 views.conv_ring,
-                spec.conv_channels,
+                channels,
+                longest,
                 self._ring,
                 ROW_COLUMNS=at.ROW_COLUMNS,
                 W=self._history + 1,
@@ -250,43 +193,55 @@ class PortableKernels:
                 BIAS=params.conv_bias is not None,
                 FOLDS=self._folds,
             )
-        if num_tokens:
-            verify_kernel[((num_rows + 1) * spec.num_heads * self._v_blocks,)](
-                step.rows,
-                step.query_start_loc,
-                num_rows,
-                num_tokens,
-                mixed,
-                mixed.stride(0),
-                raw_gate,
-                raw_gate.stride(0),
-                raw_beta,
-                raw_beta.stride(0),
-                out,
-                out.stride(0),
-                views.recurrent,
-                views.recurrent.stride(0),
-                views.record_u,
-                views.record_key_gate,
-                views.record_inv_norm,
-                params.A_log,
-                params.dt_bias,
-                self._bound,
-                spec.num_heads,
-                self.config.record_capacity,
-                ROW_COLUMNS=at.ROW_COLUMNS,
-                BT=WINDOW_TILE,
-                BOUNDED=self._bounded,
-                FOLDS=self._folds,
-                PRECISION=self._precision,
-                **self._shape,
-            )
+        return mixed
 
-    def _conv_output(self, num_tokens: int) -> torch.Tensor:
-        """[num_tokens, C], shared by all layers: each verify has read it before the next conv writes it."""
-        if len(self._mixed) < num_tokens:
-            self._mixed = self._mixed.new_empty(num_tokens, self.config.layer.conv_channels)
-        return self._mixed[:num_tokens]
+    def _verify(
+        self,
+        step: StepTensors,
+        layer: int,
+        mixed: torch.Tensor,
+        raw_gate: torch.Tensor,
+        raw_beta: torch.Tensor,
+        out: torch.Tensor,
+        first_row: int,
+        rows: int,
+    ) -> None:
+        views, params, heads = self.storage.layers[layer], self.params[layer], self.config.layer.num_heads
+        if not rows:
+            return
+        verify_kernel[(rows * heads * self._v_blocks,)](
+            step.rows,
+            step.query_start_loc,
+            first_row,
+            len(step.rows),
+            len(step.positions),
+            mixed,
+            mixed.stride(0),
+            raw_gate,
+            raw_gate.stride(0),
+            raw_beta,
+            raw_beta.stride(0),
+            out,
+            out.stride(0),
+            views.recurrent,
+            views.recurrent.stride(0),
+            views.record_u,
+            views.record_key_gate,
+            views.record_inv_norm,
+            params.A_log,
+            params.dt_bias,
+            self._bound,
+            heads,
+            self.config.max_query_len,
+            self.config.record_capacity,
+            ROW_COLUMNS=at.ROW_COLUMNS,
+            BT=WINDOW_TILE,
+            BOUNDED=self._bounded,
+            BY_ROW=self._history > 0,
+            FOLDS=self._folds,
+            PRECISION=self._precision,
+            **self._shape,
+        )
 
     def write_records(
         self,
@@ -341,6 +296,7 @@ class PortableKernels:
                 step.rows,
                 best,
                 draft_tokens,
+                draft_tokens.stride(0),
                 self.storage.cursors,
                 self.storage.end_tokens,
                 accepted,
@@ -419,7 +375,7 @@ class PortableKernels:
             programs += triton.cdiv(spec.conv_channels, CHANNEL_TILE)
         fold_kernel[(num_layers * len(plan) * programs,)](
             plan,
-            self._table[first_layer:],
+            self._table.tensor[first_layer:],
             len(plan),
             views.recurrent.stride(0),
             *((0, 0, 0) if views.conv is None else views.conv.stride()),
@@ -429,8 +385,9 @@ class PortableKernels:
             spec.conv_channels,
             self._ring,
             PLAN_COLUMNS=at.PLAN_COLUMNS,
-            TABLE_COLUMNS=TABLE_COLUMNS,
+            TABLE_COLUMNS=self._table.tensor.shape[1],
             HISTORY=self._history,
+            ALIGNMENT=self._table.alignment,
             BC=CHANNEL_TILE,
             BOUNDED=self._bounded,
             PRECISION=self._precision,

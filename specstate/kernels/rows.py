@@ -31,16 +31,18 @@ ROW_COLUMNS = 11
 # Values of ROW_KIND.
 DECODE, PROMPT, DUMMY = 0, 1, 2
 
-# Columns of the cursor table, int32 [record rows, 4].
+# Columns of the cursor table, int32 [record rows, CURSOR_COLUMNS].
 CURSOR_CHECKPOINT_LEN = 0
 CURSOR_PENDING_LEN = 1
 CURSOR_GENERATION = 2  # of the owner; 0: nobody's
 CURSOR_FINISHED = 3  # 1 once an end token was committed
+CURSOR_COLUMNS = 4
 
-# Entries of the device counters, int64 [4].
+# Entries of the device counters, int64 [DEVICE_COUNTERS].
 COUNT_CLAMPS = 0  # accepted counts that lay outside [min_accepted, query_len]
 COUNT_DROPPED = 1  # row ends that met another generation
 COUNT_WASTED = 2  # windows verified after their request had finished
+DEVICE_COUNTERS = 3
 
 # Columns of a fold plan, int32 [rows, PLAN_COLUMNS]: what the cursor kernel hands to the fold.
 PLAN_SOURCE = 0  # checkpoint slot that is read

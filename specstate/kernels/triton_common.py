@@ -18,10 +18,9 @@ def rounded(x, DTYPE: tl.constexpr):
     """
     if tl.bfloat16 == DTYPE:
         bits = x.to(tl.int32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
-        bits &= -65536
-        # The carry would turn some NaNs into zeros.
-        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+        # A carry would turn some NaNs into zeros, and a cut others into infinity: those get their quiet bit.
+        bits = tl.where(x == x, bits + (0x7FFF + ((bits >> 16) & 1)), bits | 0x400000) & -65536
+        x = bits.to(tl.float32, bitcast=True)
     elif tl.float16 == DTYPE:
         x = x.to(tl.float16).to(tl.float32)
     return x

@@ -9,9 +9,10 @@ import triton.language as tl
 from specstate.kernels.triton_common import rounded
 
 
-@triton.jit(do_not_specialize=["qkv_stride"], do_not_specialize_on_alignment=["p_qkv"])
+@triton.jit(do_not_specialize=["first_row", "qkv_stride"], do_not_specialize_on_alignment=["p_qkv"])
 def conv_kernel(
     p_rows,
+    first_row,
     p_qkv,
     qkv_stride,
     p_mixed,
@@ -23,6 +24,7 @@ def conv_kernel(
     conv_token_stride,
     p_ring,
     C,
+    T,
     RING,
     ROW_COLUMNS: tl.constexpr,
     W: tl.constexpr,
@@ -31,12 +33,15 @@ def conv_kernel(
     BIAS: tl.constexpr,
     FOLDS: tl.constexpr,
 ):
-    """Grid: rows x blocks of channels. qkv [tokens, C], mixed [tokens, C] contiguous, ring [record rows, RING, C].
+    """Grid: rows from ``first_row`` on x blocks of channels. qkv [tokens, C], ring [record rows, RING, C].
+
+    mixed: [rows, T, C], contiguous, so that a window is found without its step.
 
     FOLDS: a row whose verify folds also brings its checkpoint's conv history to the window's start.
     """
     num_blocks = (C + BC - 1) // BC
-    row = tl.program_id(0) // num_blocks
+    place = tl.program_id(0) // num_blocks
+    row = first_row + place
     o_c = (tl.program_id(0) % num_blocks) * BC + tl.arange(0, BC)
     m_c = o_c < C
     p_row = p_rows + row * ROW_COLUMNS
@@ -68,14 +73,15 @@ def conv_kernel(
         b_sum += b_x * b_weight[None, :]
     b_mixed = rounded(b_sum / (1.0 + tl.exp(-b_sum)), ACTIVATION)
     m_tc = m_t[:, None] & m_c[None, :]
-    o_out = (first_token + o_t)[:, None] * C + o_c[None, :]
+    o_out = (place.to(tl.int64) * T + o_t)[:, None] * C + o_c[None, :]
     tl.store(p_mixed + o_out, b_mixed.to(ACTIVATION), mask=m_tc)
 
     b_raw = tl.load(p_window[None, :] + o_t.to(tl.int64)[:, None] * qkv_stride, mask=m_tc, other=0.0)
     entry = (committed_len + o_t + (W - 1)) % RING
     tl.store(p_ring[None, :] + entry[:, None] * C, b_raw, mask=m_tc)
     if FOLDS and tl.load(p_row + 10) > 0:
-        p_history = p_conv + slot * conv_slot_stride + o_c * conv_channel_stride
+        p_history = p_conv + slot * conv_slot_stride + o_c.to(tl.int64) * conv_channel_stride
         for i in tl.static_range(W - 1):
             b_input = tl.load(p_ring + (committed_len + i) % RING * C, mask=m_c, other=0.0)
-            tl.store(p_history + i * conv_token_stride, b_input, mask=m_c)
+            tl.store(p_history, b_input, mask=m_c)
+            p_history += conv_token_stride

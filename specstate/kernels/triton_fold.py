@@ -10,10 +10,6 @@ import triton.language as tl
 
 from specstate.kernels.triton_common import fold_records, rounded
 
-# Columns of the address table, int64 [layers, TABLE_COLUMNS].
-TABLE_FIELDS = ("recurrent", "conv", "conv_ring", "record_u", "record_key_gate", "record_inv_norm", "a_log", "dt_bias")
-TABLE_COLUMNS = len(TABLE_FIELDS)
-
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["p_table"])
 def fold_kernel(
@@ -34,6 +30,7 @@ def fold_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     HISTORY: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     BC: tl.constexpr,
@@ -44,9 +41,12 @@ def fold_kernel(
     A_LOG: tl.constexpr,
     DT_BIAS: tl.constexpr,
 ):
-    """Grid: layers x rows x (H x blocks of V, then blocks of conv channels), in one dimension.
+    """Columns of a table row: recurrent, conv, conv_ring, record_u, record_key_gate, record_inv_norm, A_log, dt_bias.
 
-    HISTORY = W - 1, 0 without a convolution; RING = W - 1 + T entries of the conv ring.
+    Grid: layers x rows x (H x blocks of V, then blocks of conv channels), in one dimension.
+
+    HISTORY = W - 1, 0 without a convolution; RING = W - 1 + T entries of the conv ring. ALIGNMENT: bytes that divide
+    every recurrent base address.
     """
     num_v_blocks: tl.constexpr = (V + BV - 1) // BV
     state_programs = H * num_v_blocks
@@ -84,8 +84,8 @@ def fold_kernel(
         b_rate = tl.exp(tl.load(tl.load(p_layer + 6).to(tl.pointer_type(A_LOG)) + head).to(tl.float32))
         p_bias = tl.load(p_layer + 7).to(tl.pointer_type(DT_BIAS)) + head * K
         b_bias = tl.load(p_bias + o_k, mask=m_k, other=0.0).to(tl.float32)
-        # Vector loads need to know what the cast hides: allocations start on 16 bytes.
-        p_recurrent = tl.multiple_of(tl.load(p_layer).to(tl.pointer_type(CHECKPOINT)), 16)
+        # Vector loads need to know what the cast hides.
+        p_recurrent = tl.multiple_of(tl.load(p_layer).to(tl.pointer_type(CHECKPOINT)), ALIGNMENT)
         o_state = head * (V * K) + o_v[:, None] * K + o_k[None, :]
         b_source = tl.load(p_recurrent + source * slot_stride + o_state, mask=m_vk, other=0.0).to(tl.float32)
         if boundary_slot > 0:
@@ -105,11 +105,11 @@ def fold_kernel(
     else:
         o_c = (part - state_programs) * BC + tl.arange(0, BC)
         m_c = o_c < C
-        p_conv = tl.load(p_layer + 1).to(tl.pointer_type(ACTIVATION)) + o_c * conv_channel_stride
+        p_input = tl.load(p_layer + 1).to(tl.pointer_type(ACTIVATION))
+        p_input += o_c.to(tl.int64) * conv_channel_stride
         p_ring = tl.load(p_layer + 2).to(tl.pointer_type(ACTIVATION)) + record_row * RING * C + o_c
         # The input of position p lies in ring entry p + W - 1, so a history's oldest lies in entry `position`.
         for i in tl.static_range(HISTORY):
-            p_input = p_conv + i * conv_token_stride
             if boundary_slot > 0:
                 entry = (checkpoint_len + boundary_count + i) % RING
                 b_input = tl.load(p_ring + entry * C, mask=m_c, other=0.0)
@@ -118,3 +118,4 @@ def fold_kernel(
                 entry = (checkpoint_len + count + i) % RING
                 b_input = tl.load(p_ring + entry * C, mask=m_c, other=0.0)
                 tl.store(p_input + destination * conv_slot_stride, b_input, mask=m_c)
+            p_input += conv_token_stride

@@ -9,10 +9,11 @@ def best_token_kernel(p_logits, logits_stride, p_best, vocab, BLOCK: tl.constexp
     """The first of the largest logits of each token. Grid: tokens; logits [tokens, vocab], best [tokens] int32."""
     token = tl.program_id(0)
     p_token = p_logits + token.to(tl.int64) * logits_stride
-    best, best_value = 0, float("-inf")
+    WIDE: tl.constexpr = tl.float64 if p_logits.dtype.element_ty == tl.float64 else tl.float32
+    best, best_value = 0, tl.full((), float("-inf"), WIDE)
     for start in range(0, vocab, BLOCK):
         o_v = start + tl.arange(0, BLOCK)
-        b_logit = tl.load(p_token + o_v, mask=o_v < vocab, other=float("-inf")).to(tl.float32)
+        b_logit = tl.load(p_token + o_v, mask=o_v < vocab, other=float("-inf")).to(WIDE)
         value = tl.max(b_logit, axis=0)
         place = start + tl.argmax(b_logit, axis=0, tie_break_left=True)
         best = tl.where(value > best_value, place, best)
@@ -20,11 +21,12 @@ def best_token_kernel(p_logits, logits_stride, p_best, vocab, BLOCK: tl.constexp
     tl.store(p_best + token, best)
 
 
-@triton.jit(do_not_specialize_on_alignment=["p_drafts"])
+@triton.jit(do_not_specialize=["drafts_stride"], do_not_specialize_on_alignment=["p_drafts"])
 def accept_kernel(
     p_rows,
     p_best,
     p_drafts,
+    drafts_stride,
     p_cursors,
     p_end_tokens,
     p_accepted,
@@ -56,12 +58,13 @@ def accept_kernel(
     m_t = (o_t < query_len) & running
     b_best = tl.load(p_best + first_token + o_t, mask=m_t, other=-1)
     m_draft = (o_t + 1 < query_len) & running
-    b_draft = tl.load(p_drafts + first_token + 1 + o_t, mask=m_draft, other=-1).to(tl.int32)
+    o_draft = (first_token + 1 + o_t).to(tl.int64) * drafts_stride
+    b_draft = tl.load(p_drafts + o_draft, mask=m_draft, other=-1)  # as wide as the caller's ids
     # The first draft that does not stand ends the run; without one, the window's end does.
     first_miss = tl.min(tl.where(m_draft & (b_draft == b_best), BT, o_t), axis=0)
     accepted = tl.maximum(tl.minimum(first_miss + 1, query_len), least)
 
-    b_listed = tl.where(o_t == accepted - 1, b_best, b_draft)
+    b_listed = tl.where(o_t == accepted - 1, b_best, b_draft.to(tl.int32))
     b_listed = tl.where(o_t < accepted, b_listed, -1)
     listed_len = accepted
     if prompt:  # lists no drafts, only the token that follows the prompt

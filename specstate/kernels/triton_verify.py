@@ -27,12 +27,21 @@ from specstate.kernels.triton_common import (
 
 # Whatever changes from call to call is not specialised on: a capture must find every variant compiled.
 @triton.jit(
-    do_not_specialize=["num_rows", "num_tokens", "mixed_stride", "gate_stride", "beta_stride", "out_stride"],
+    do_not_specialize=[
+        "first_row",
+        "num_rows",
+        "num_tokens",
+        "mixed_stride",
+        "gate_stride",
+        "beta_stride",
+        "out_stride",
+    ],
     do_not_specialize_on_alignment=["p_mixed", "p_gate", "p_beta", "p_out"],
 )
 def verify_kernel(
     p_rows,
     p_starts,
+    first_row,
     num_rows,
     num_tokens,
     p_mixed,
@@ -52,6 +61,7 @@ def verify_kernel(
     p_dt_bias,
     lower_bound,
     H,
+    T,
     R,
     ROW_COLUMNS: tl.constexpr,
     K: tl.constexpr,
@@ -60,19 +70,22 @@ def verify_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     BOUNDED: tl.constexpr,
+    BY_ROW: tl.constexpr,
     FOLDS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid: (rows + 1) x H x blocks of V. The last row stands for the tokens of no row, whose output is zero.
+    """Grid: rows from ``first_row`` on x H x blocks of V. Row num_rows stands for the tokens of no row: zero output.
 
-    mixed [tokens, C], gate [tokens, H, K], beta [tokens, H], out [tokens, H, V] with token strides, else contiguous.
-    FOLDS: what is pending is folded into the checkpoint in the same pass.
+    gate [tokens, H, K], beta [tokens, H], out [tokens, H, V] with token strides, else contiguous. mixed: q|k|v, the
+    conv's [rows, T, C] if BY_ROW, else the caller's [tokens, C]. FOLDS: pending records are folded into the checkpoint
+    in the same pass.
     """
     num_blocks: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v_block = program % num_blocks
     head = (program // num_blocks) % H
-    row = program // (num_blocks * H)
+    place = program // (num_blocks * H)
+    row = first_row + place
     o_v = v_block * BV + tl.arange(0, BV)
     m_v = o_v < V
     o_t = tl.arange(0, BT)
@@ -81,8 +94,8 @@ def verify_kernel(
     p_out += head * V + o_v
 
     if row == num_rows:
-        for token in range(tl.load(p_starts + num_rows), num_tokens):
-            tl.store(p_out + token.to(tl.int64) * out_stride, tl.zeros([BV], OUTPUT), mask=m_v)
+        for token in range(tl.load(p_starts + num_rows).to(tl.int64), num_tokens):
+            tl.store(p_out + token * out_stride, tl.zeros([BV], OUTPUT), mask=m_v)
         return
 
     p_row = p_rows + row * ROW_COLUMNS
@@ -110,7 +123,10 @@ def verify_kernel(
     # The window's vectors, [BT, BK].
     m_t = o_t < query_len
     m_tk = m_t[:, None] & m_k[None, :]
-    p_token = p_mixed + (first_token + o_t)[:, None] * mixed_stride + head * K + o_k[None, :]
+    first_mixed = first_token
+    if BY_ROW:
+        first_mixed = place.to(tl.int64) * T
+    p_token = p_mixed + (first_mixed + o_t)[:, None] * mixed_stride + head * K + o_k[None, :]
     b_q = tl.load(p_token, mask=m_tk, other=0.0).to(tl.float32)
     b_key = tl.load(p_token + H * K, mask=m_tk, other=0.0).to(tl.float32)
     p_raw = p_gate + (first_token + o_t)[:, None] * gate_stride + head * K + o_k[None, :]
@@ -170,10 +186,10 @@ def verify_kernel(
 
     # Forward substitution; each token's correction and output leave at once.
     committed_len = checkpoint_len + pending
-    p_value = p_mixed + 2 * H * K + head * V + o_v
+    p_value = p_mixed + first_mixed * mixed_stride + 2 * H * K + head * V + o_v
     for t in range(query_len):
         token = first_token + t
-        b_value = tl.load(p_value + token * mixed_stride, mask=m_v, other=0.0).to(tl.float32)
+        b_value = tl.load(p_value + t * mixed_stride, mask=m_v, other=0.0).to(tl.float32)
         raw_beta = tl.load(p_beta + token * beta_stride + head).to(tl.float32)
         strength = 1.0 / (1.0 + tl.exp(-raw_beta))
         b_u_t = strength * (b_value - tl.sum(tl.where((o_t == t)[None, :], b_pk, 0.0), axis=1))

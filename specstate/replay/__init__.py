@@ -6,12 +6,11 @@ out of it, ``steps`` and ``driver`` call the manager, ``checks`` looks at it.
 
 import os
 from dataclasses import dataclass
-from typing import Literal
 
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
 from specstate.replay.checks import Differs
-from specstate.replay.driver import Driver
+from specstate.replay.driver import Driver, ReplayBackend
 from specstate.trace import read_trace
 from specstate.trace.schema import TraceError
 
@@ -45,19 +44,20 @@ def replay_file(
     *,
     partial: bool = False,
     full_shape: bool = False,
-    backend: Literal["reference", "metadata"] = "reference",
+    backend: ReplayBackend = "reference",
 ) -> ReplayReport:
     """Replays the trace at ``path`` up to its end or the first difference.
 
     partial: the trace may lack its end. full_shape: with the recorded layers, heads, dimensions and dtypes, in place of
-    2 layers of 1 head of 16 x 16 in float64. backend: "metadata" compares lengths, slots, counters and digests alone.
+    2 layers of 1 head of 16 x 16 in float64. backend: "triton" runs in float32, on the GPU if there is one; "metadata"
+    compares lengths, slots, counters and digests alone.
 
     A call that the manager refuses, and a trace that contradicts itself, are differences. Raises TraceError (a
     SpecStateError) when the trace is damaged or no manager can be built for its config.
     """
     header, events = read_trace(path, partial)
     try:
-        driver = Driver(header, replay_config(header.config, full_shape), backend)
+        driver = Driver(header, replay_config(header.config, full_shape, backend), backend)
     except (SpecStateError, RuntimeError, MemoryError) as error:  # torch's allocator raises RuntimeError
         reason = " ".join(str(error).split()) or type(error).__name__
         raise TraceError(f"{os.fspath(path)}, line 1: no manager can be built for this config: {reason}") from None
@@ -73,10 +73,12 @@ def replay_file(
     return ReplayReport(True, len(events), None)
 
 
-def replay_config(config: StateConfig, full_shape: bool) -> StateConfig:
+def replay_config(config: StateConfig, full_shape: bool, backend: ReplayBackend = "reference") -> StateConfig:
     """What a trace of ``config`` is replayed with: lengths, slots, convolution, gate and policy as recorded."""
     fields = config.model_dump() | {"path": None, "memory_limit_bytes": None}
     if not full_shape:
         fields["layer"] |= {"num_heads": 1, "head_k_dim": SHRUNK_DIM, "head_v_dim": SHRUNK_DIM}
-        fields |= {"num_layers": SHRUNK_LAYERS, "checkpoint_dtype": "float64", "activation_dtype": "float64"}
+        # The widest that the backend computes in: a fault of order or ownership then stands out from rounding.
+        dtype = "float32" if backend == "triton" else "float64"
+        fields |= {"num_layers": SHRUNK_LAYERS, "checkpoint_dtype": dtype, "activation_dtype": dtype}
     return StateConfig(**fields)

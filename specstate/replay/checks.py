@@ -29,6 +29,7 @@ class Checks:
 
     def __init__(self, manager: StateManager, payloads: bool) -> None:
         self._manager, self._payloads = manager, payloads
+        self.device = manager.device
         self.clamps = self.dropped_ends = self.wasted_windows = 0
         """What the manager's counters must show."""
         layers = range(manager.config.num_layers) if payloads else ()
@@ -134,10 +135,10 @@ def _compare(what: str, life: Life, layer: int, recurrent: torch.Tensor, conv: t
     if not error <= expected.tolerance:
         raise Differs(f"state of {what} is off by {error:.3g}, more than {expected.tolerance:.3g}")
     # Conv inputs are only ever copied.
-    if conv is not None and not torch.equal(conv.double(), expected.state.conv):
+    if conv is not None and not torch.equal(conv.double().cpu(), expected.state.conv):
         raise Differs(f"conv history of {what} differs")
 
 
 def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     """Norm of the difference of the worst head of [H, ..]; NaN if either holds one."""
-    return float((got.double() - wanted).flatten(1).norm(dim=1).max())
+    return float((got.double().cpu() - wanted).flatten(1).norm(dim=1).max())

@@ -29,6 +29,8 @@ from specstate.trace.schema import (
 )
 from specstate.validation import DTYPES
 
+ReplayBackend = Literal["reference", "metadata", "triton"]
+
 
 class Driver:
     """One replay. ``config``: what it runs with, in place of the header's.
@@ -36,11 +38,14 @@ class Driver:
     Building it raises what building the manager raises; ``apply`` and ``finish`` raise Differs.
     """
 
-    def __init__(self, header: Header, config: StateConfig, backend: Literal["reference", "metadata"]) -> None:
+    def __init__(self, header: Header, config: StateConfig, backend: ReplayBackend) -> None:
         self._config, self._model = config, Model(config, header.seed)
+        on_gpu = backend == "triton" and torch.cuda.is_available()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self._payloads = backend != "metadata"
+        params = [layer.to(self._device) for layer in self._model.params] if self._payloads else None
         # Without debug, which refuses the counts out of range that a trace may hold; the checks follow every event.
-        self._manager = StateManager(config, self._model.params if self._payloads else None, backend=backend)
+        self._manager = StateManager(config, params, device=self._device, backend=backend)
         self._checks = Checks(self._manager, self._payloads)
         self._verifier = Verifier(self._model, self._checks, header.config.num_layers, self._payloads)
         self._lives: dict[Handle, Life] = {}
@@ -144,9 +149,11 @@ class Driver:
         if len(event.num_accepted) != num_rows:
             raise Differs(f"num_accepted has {len(event.num_accepted)} entries, step {event.step} has {num_rows} rows")
         self._verifier.finish(open_step)
-        step, counts = open_step.step, open_step.by_entry(event.num_accepted, 2**30)
+        step = open_step.step
+        counts = open_step.by_entry(event.num_accepted, 2**30).to(self._device)
         eager, finished = (
-            None if mask is None else open_step.by_entry(mask, True) for mask in (event.eager, event.finished)
+            None if mask is None else open_step.by_entry(mask, True).to(self._device)
+            for mask in (event.eager, event.finished)
         )
         if isinstance(event, Defer):
             self._checks.call(lambda: step.defer(counts, eager=eager, finished=finished))
@@ -173,7 +180,7 @@ class Driver:
         return [self._life(event.handle)]  # every comparison reads
 
     def _set_params(self, event: SetParams) -> list[Life]:
-        params = self._model.next_params()
+        params = [layer.to(self._device) for layer in self._model.next_params()]
         if self._payloads:
             self._checks.call(lambda: self._manager.set_params(params))
         self._checks.only_slots_changed(set())
@@ -228,10 +235,10 @@ class Driver:
         self._checks.only_slots_changed({life.checkpoint_slot for life in lives})
 
     def _as_stored(self, expected: Expected) -> tuple[torch.Tensor, torch.Tensor | None]:
-        recurrent = expected.state.recurrent.to(DTYPES[self._config.checkpoint_dtype])
+        recurrent = expected.state.recurrent.to(self._device, DTYPES[self._config.checkpoint_dtype])
         if self._config.layer.conv_kernel_size is None:
             return recurrent, None
-        return recurrent, expected.state.conv.to(DTYPES[self._config.activation_dtype])
+        return recurrent, expected.state.conv.to(self._device, DTYPES[self._config.activation_dtype])
 
     def _life(self, handle: Handle) -> Life:
         if handle not in self._lives:

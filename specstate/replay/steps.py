@@ -112,9 +112,11 @@ class Verifier:
             self._write(step, layer, tokens, inputs)
         else:
             shape = (step.num_tokens, self._config.layer.num_heads, self._config.layer.head_v_dim)
-            out = torch.full(shape, torch.nan, dtype=self._model.out_dtype)
-            self._checks.call(lambda: step.verify(layer, *inputs, out=out))
-            self._checks.outputs(step.index, layer, out, tokens)
+            device = self._checks.device
+            out = torch.full(shape, torch.nan, dtype=self._model.out_dtype, device=device)
+            qkv, gate, beta = (column.to(device) for column in inputs)
+            self._checks.call(lambda: step.verify(layer, qkv, gate, beta, out=out))
+            self._checks.outputs(step.index, layer, out.cpu(), tokens)
         folds = self._config.fold_policy == "deferred"
         self._checks.only_slots_changed(open_step.slots if folds else set(), in_layer=layer)
 
@@ -125,8 +127,9 @@ class Verifier:
         key = torch.full_like(inputs.raw_gate, torch.nan)
         for place, token in tokens.items():
             u[place], key[place] = token.u, token.key
-        conv_input = None if spec.conv_kernel_size is None else inputs.qkv
-        self._checks.call(lambda: step.write_records(layer, u, key, inputs.raw_gate, conv_input))
+        conv_input = None if spec.conv_kernel_size is None else inputs.qkv.to(self._checks.device)
+        u, key, gate = (tensor.to(self._checks.device) for tensor in (u, key, inputs.raw_gate))
+        self._checks.call(lambda: step.write_records(layer, u, key, gate, conv_input))
 
     def _window(self, open_step: OpenStep, layer: int) -> tuple[dict[int, ExpectedToken], TokenInputs]:
         """What every token of a request gives, by place in the step, and the step's inputs.

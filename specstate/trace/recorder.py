@@ -9,8 +9,9 @@ import torch
 
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
+from specstate.limits import INT32_MAX
 from specstate.sampling import SamplingParams
-from specstate.trace.schema import EVENTS, INT32_MAX, End, Header, TraceError
+from specstate.trace.schema import EVENTS, End, Header, TraceError
 
 #: What a caller hands to the end of a step, and what an entry of it becomes in the trace.
 _COLUMNS = {"num_accepted": lambda count: min(max(int(count), 0), INT32_MAX), "eager": bool, "finished": bool}
@@ -183,7 +184,7 @@ def _copy_to_host(fields: dict[str, Any]) -> "torch.cuda.Event | None":
         if not isinstance(column, torch.Tensor):
             continue
         if column.is_cuda:
-            pinned = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
+            pinned = torch.empty(column.shape, dtype=column.dtype, device="cpu", pin_memory=True)
             fields[name] = pinned.copy_(column, non_blocking=True)
             on_device = True
         else:

@@ -10,16 +10,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
+from specstate.limits import INT32_MAX, MAX_COMMITTED_LEN, MAX_STEP_SIZE
 from specstate.metadata import Handle, StepMetadata
 from specstate.sampling import SamplingParams
 
 TRACE_VERSION = 1
-
-#: Slots, lengths and counts are int32 on the device.
-INT32_MAX = 2**31 - 1
-
-#: No step comes near it; above it a damaged size would be allocated before it is refused.
-MAX_STEP_SIZE = 2**20
 
 
 class TraceError(SpecStateError):
@@ -92,7 +87,7 @@ class Admit(Event):
 class Load(Event):
     kind: Literal["load"] = "load"
     handle: CheckedHandle
-    committed_len: Count
+    committed_len: Annotated[int, Field(ge=0, le=MAX_COMMITTED_LEN)]
     in_place: bool
     """The checkpoint slot had been written by the caller; otherwise the states were copied."""
 
@@ -116,12 +111,9 @@ class BeginStep(Event):
         metadata = self.metadata
         if sum(metadata.query_lens) > MAX_STEP_SIZE:
             raise ValueError(f"query_lens add up to {sum(metadata.query_lens)}, more than {MAX_STEP_SIZE}")
-        for row, handle in enumerate(metadata.handles):
-            if handle is None:
-                continue
-            _named_life(handle)
-            if metadata.batch_index is not None and metadata.batch_index[row] > MAX_STEP_SIZE:
-                raise ValueError(f"batch_index[{row}] = {metadata.batch_index[row]} exceeds {MAX_STEP_SIZE}")
+        for handle in metadata.handles:
+            if handle is not None:
+                _named_life(handle)
         return self
 
 

@@ -1,0 +1,44 @@
+"""What the Triton kernels do not do: refused with value, limit and what to use instead, before anything is allocated."""
+
+import torch
+import triton
+
+from specstate.config import StateConfig
+from specstate.errors import SpecStateError
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+#: Window tokens are padded to this, the least width of a matrix product.
+WINDOW_TILE = 16
+
+
+def check_supported(config: StateConfig, device: torch.device) -> None:
+    """Raises SpecStateError for a device, dtype or shape that these kernels do not cover."""
+    spec, instead = config.layer, "use backend='reference'"
+    if device.type == "cpu" and not INTERPRETED:
+        raise SpecStateError(
+            f"backend 'triton' needs a GPU, device is {str(device)!r}; {instead}, or set TRITON_INTERPRET=1 before the "
+            "first import of triton to try the kernels on a CPU"
+        )
+    if device.type != "cpu" and INTERPRETED:
+        raise SpecStateError(f"TRITON_INTERPRET is set, so kernels run on a CPU alone, device is {str(device)!r}")
+    for name, dtype in (("checkpoint_dtype", config.checkpoint_dtype), ("activation_dtype", config.activation_dtype)):
+        if dtype == "float64":
+            raise SpecStateError(f"{name} = 'float64' is not computed by backend 'triton'; {instead}")
+    for name, size, least, most in (
+        ("head_k_dim", spec.head_k_dim, 16, 256),
+        ("head_v_dim", spec.head_v_dim, 16, 256),
+        ("conv_kernel_size", spec.conv_kernel_size or 2, 2, 4),
+        ("max_query_len", config.max_query_len, 1, WINDOW_TILE),
+    ):
+        if not least <= size <= most:
+            raise SpecStateError(f"{name} = {size} is outside {least}..{most} of backend 'triton'; {instead}")
+
+
+def check_inner(name: str, tensor: torch.Tensor, where: str = "") -> None:
+    """All dimensions but the first must be contiguous: a token's or a slot's values lie side by side."""
+    if tensor.shape[0] and not tensor[0].is_contiguous():
+        raise SpecStateError(
+            f"{name} must be contiguous behind its first dimension for backend 'triton', has strides {tensor.stride()}"
+            f"{where}"
+        )

@@ -1,0 +1,27 @@
+"""Where the kernel tests run: on the GPU, or without one on a CPU under Triton's interpreter.
+
+The root conftest has set TRITON_INTERPRET before anything could import triton. Tests too large for the interpreter are
+marked ``gpu``. One thread: the interpreter's tensors are small, and a second thread only waits for the first.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
