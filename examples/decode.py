@@ -151,7 +151,8 @@ def decode(
         tokens = torch.tensor([token for window in windows for token in window], device=device)
         sampled = run(model, manager, metadata, tokens).wait()
         columns = (column.tolist() for column in (sampled.num_accepted, sampled.tokens, sampled.finished))
-        for request, num_accepted, row, finished in zip(list(running), *columns, strict=True):
+        # A padded step has more rows than requests.
+        for request, num_accepted, row, finished in zip(list(running), *columns, strict=False):
             request.committed_len += num_accepted
             if request.committed_len < request.prompt_len:
                 continue  # what a part of a prompt samples means nothing, an end token neither

@@ -349,8 +349,8 @@ class StateManager:
                 )
         if self._captures:
             raise StepOrderError(
-                f"set_params: graphs captured for {sorted(self._captures)} hold the old parameters; copy new values into "
-                "those tensors"
+                f"set_params: graphs captured for {sorted(self._captures)} hold the old parameters; copy new values "
+                "into those tensors"
             )
         self._backend.kernels.bind(check_params(params, self.config, self.device))
         self._record("set_params")

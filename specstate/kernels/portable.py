@@ -390,7 +390,6 @@ class PortableKernels:
             ALIGNMENT=self._table.alignment,
             BC=CHANNEL_TILE,
             BOUNDED=self._bounded,
-            PRECISION=self._precision,
             CHECKPOINT=_TRITON_DTYPES[views.recurrent.dtype],
             ACTIVATION=_TRITON_DTYPES[views.record_key_gate.dtype],
             A_LOG=_TRITON_DTYPES[params.A_log.dtype],

@@ -1,4 +1,4 @@
-"""What the Triton kernels do not do: refused with value, limit and what to use instead, before anything is allocated."""
+"""What the Triton kernels do not do: refused with value, limit and what to use, before anything is allocated."""
 
 import torch
 import triton

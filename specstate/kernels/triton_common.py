@@ -75,26 +75,30 @@ def record_tile(
     mask [16], keys normalised and decayed to the newest record's end [16, BK], and b_later for the next older tile;
     behind the last tile it is the sum of all gates.
 
-    The gate of record j + 1 is summed, not that of j: a sum that includes the own gate would have to be reduced by it,
-    and cancels. The oldest tile starts before record 0, so every gate is met.
+    Gates are added one record after another, newest first. A scan over the tile would be shorter, but its order follows
+    the layout that the compiler chose for the kernel at hand, and a fold inside verify must give the bits of any other
+    fold. The gate of record j + 1 is added, not that of j: a sum that includes the own gate would have to be reduced by
+    it, and cancels. The oldest tile starts before record 0, so every gate is met.
     """
-    o_j = count - 16 * (tile + 1) + tl.arange(0, 16)
-    m_j = o_j >= 0
-    entry = (first_entry + tl.maximum(o_j, 0)) % R
+    first = count - 16 * (tile + 1)
+    o_i = tl.arange(0, 16)
+    m_j = first + o_i >= 0
+    entry = (first_entry + tl.maximum(first + o_i, 0)) % R
     m_k = o_k < K
     m_jk = m_j[:, None] & m_k[None, :]
     b_key = tl.load(p_key_gate + entry[:, None] * (2 * K) + o_k[None, :], mask=m_jk, other=0.0).to(tl.float32)
     b_inv = tl.load(p_inv_norm + entry, mask=m_j, other=0.0)
 
-    o_next = o_j + 1
-    m_next = (o_next >= 0) & (o_next < count)
-    next_entry = (first_entry + tl.maximum(o_next, 0)) % R
-    m_nk = m_next[:, None] & m_k[None, :]
-    b_raw = tl.load(p_key_gate + next_entry[:, None] * (2 * K) + K + o_k[None, :], mask=m_nk, other=0.0).to(tl.float32)
-    b_gate = tl.where(m_nk, log_decay(b_raw, b_bias[None, :], b_rate, lower_bound, BOUNDED), 0.0)
-    b_sum = tl.cumsum(b_gate, axis=0, reverse=True)  # [16, BK]
-    b_key = b_key * b_inv[:, None] * tl.exp(b_sum + b_later[None, :])
-    return entry, m_j, b_key, b_later + tl.sum(b_gate, axis=0)
+    b_sum = tl.zeros_like(b_key)  # [16, BK]: the gates of all newer records
+    for newer in range(16):  # not unrolled: 16 loads in flight would spill
+        i = 15 - newer
+        o_next = first + i + 1
+        m_next = m_k & (o_next >= 0) & (o_next < count)
+        p_gate = p_key_gate + (first_entry + tl.maximum(o_next, 0)) % R * (2 * K) + K
+        b_raw = tl.load(p_gate + o_k, mask=m_next, other=0.0).to(tl.float32)
+        b_later += tl.where(m_next, log_decay(b_raw, b_bias, b_rate, lower_bound, BOUNDED), 0.0)
+        b_sum = tl.where((o_i == i)[:, None], b_later[None, :], b_sum)
+    return entry, m_j, b_key * b_inv[:, None] * tl.exp(b_sum), b_later
 
 
 @triton.jit
@@ -114,11 +118,11 @@ def fold_records(
     K: tl.constexpr,
     V: tl.constexpr,
     BOUNDED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """The one fold routine: S_0 diag(e^{G_m}) + sum_j u_j (k_j e^{G_m - G_j})^T for a tile of S_0 [BV, BK].
 
-    Commit, flush and the next verify all come through here, so that they give the same bits.
+    Commit, flush and the next verify all come through here, so that they give the same bits. Products are plain
+    float32: what tensor cores truncate here would stay in the state.
     """
     b_later = tl.zeros_like(b_bias)
     b_sum = tl.zeros_like(b_state)
@@ -128,5 +132,5 @@ def fold_records(
         )
         m_vj = (o_v < V)[:, None] & m_j[None, :]
         b_u = tl.load(p_u + entry[None, :] * V + o_v[:, None], mask=m_vj, other=0.0)  # [BV, 16]
-        b_sum += tl.dot(b_u, b_key, input_precision=PRECISION)
+        b_sum += tl.dot(b_u, b_key, input_precision="ieee")
     return b_state * tl.exp(b_later)[None, :] + b_sum

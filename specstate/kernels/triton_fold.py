@@ -35,7 +35,6 @@ def fold_kernel(
     BV: tl.constexpr,
     BC: tl.constexpr,
     BOUNDED: tl.constexpr,
-    PRECISION: tl.constexpr,
     CHECKPOINT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     A_LOG: tl.constexpr,
@@ -91,14 +90,14 @@ def fold_kernel(
         if boundary_slot > 0:
             b_state = fold_records(
                 b_source, boundary_count, checkpoint_len % R, p_u, p_key_gate, p_inv_norm, b_bias, b_rate,
-                lower_bound, o_v, o_k, R, K, V, BOUNDED, PRECISION,
+                lower_bound, o_v, o_k, R, K, V, BOUNDED,
             )  # fmt: skip
             p_state = p_recurrent + boundary_slot.to(tl.int64) * slot_stride + o_state
             tl.store(p_state, rounded(b_state, CHECKPOINT).to(CHECKPOINT), mask=m_vk)
         if count > 0:
             b_state = fold_records(
                 b_source, count, checkpoint_len % R, p_u, p_key_gate, p_inv_norm, b_bias, b_rate,
-                lower_bound, o_v, o_k, R, K, V, BOUNDED, PRECISION,
+                lower_bound, o_v, o_k, R, K, V, BOUNDED,
             )  # fmt: skip
             p_state = p_recurrent + destination * slot_stride + o_state
             tl.store(p_state, rounded(b_state, CHECKPOINT).to(CHECKPOINT), mask=m_vk)

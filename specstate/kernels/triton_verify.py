@@ -25,6 +25,20 @@ from specstate.kernels.triton_common import (
 )
 
 
+@triton.jit
+def state_product(b_state, b_f, o_k, BK: tl.constexpr, PRECISION: tl.constexpr):
+    """S F^T [BV, BT] of b_state [BV, BK] and b_f [BK, BT].
+
+    Tensor cores round towards zero as they add, which pulls a long sum one way: every 64 channels get an accumulator of
+    their own. They are joined by subtracting products of -F, since an addition would be merged into the next product.
+    """
+    b_product = tl.dot(b_state, tl.where((o_k < 64)[:, None], b_f, 0.0), input_precision=PRECISION)
+    for chunk in tl.static_range(1, BK // 64):
+        m_chunk = (o_k >= 64 * chunk) & (o_k < 64 * (chunk + 1))
+        b_product = b_product - tl.dot(b_state, tl.where(m_chunk[:, None], -b_f, 0.0), input_precision=PRECISION)
+    return b_product
+
+
 # Whatever changes from call to call is not specialised on: a capture must find every variant compiled.
 @triton.jit(
     do_not_specialize=[
@@ -162,12 +176,12 @@ def verify_kernel(
         if pending > 0:
             b_state = fold_records(
                 b_state, pending, first_entry, p_u, p_key_gate, p_inv_norm, b_bias, b_rate, lower_bound,
-                o_v, o_k, R, K, V, BOUNDED, PRECISION,
+                o_v, o_k, R, K, V, BOUNDED,
             )  # fmt: skip
             CHECKPOINT: tl.constexpr = p_recurrent.dtype.element_ty
             tl.store(p_state, rounded(b_state, CHECKPOINT).to(CHECKPOINT), mask=m_vk)
-        b_pk = tl.dot(b_state, b_fk, input_precision=PRECISION)
-        b_pq = tl.dot(b_state, b_fq, input_precision=PRECISION)
+        b_pk = state_product(b_state, b_fk, o_k, BK, PRECISION)
+        b_pq = state_product(b_state, b_fq, o_k, BK, PRECISION)
     else:
         b_later = tl.zeros_like(b_bias)
         b_pk = tl.zeros([BV, BT], tl.float32)
@@ -181,8 +195,8 @@ def verify_kernel(
             b_pk += tl.dot(b_u, tl.dot(b_pending, b_fk, input_precision=PRECISION), input_precision=PRECISION)
             b_pq += tl.dot(b_u, tl.dot(b_pending, b_fq, input_precision=PRECISION), input_precision=PRECISION)
         b_total = tl.exp(b_later)[:, None]
-        b_pk += tl.dot(b_state, b_fk * b_total, input_precision=PRECISION)
-        b_pq += tl.dot(b_state, b_fq * b_total, input_precision=PRECISION)
+        b_pk += state_product(b_state, b_fk * b_total, o_k, BK, PRECISION)
+        b_pq += state_product(b_state, b_fq * b_total, o_k, BK, PRECISION)
 
     # Forward substitution; each token's correction and output leave at once.
     committed_len = checkpoint_len + pending

@@ -2,10 +2,10 @@
 
     python -m tests.kernels.bench_portable
 
-Kimi K3 on one of eight ranks: H = 12, K = V = 128, conv 4, windows of 8, bf16 activations, float32 checkpoints, ring of
-32 records. A step verifies 16 layers, samples nothing, advances the cursors and folds what is due; accepted counts are
-drawn from 1..8 anew for each step, so that the ring cycles. Medians of 60 replays; the states of one step exceed the L2
-from 8 rows on.
+Kimi K3 on one of eight ranks: H = 12, K = V = 128, conv 4, windows of 8, bf16 activations, float32 checkpoints,
+default record capacities. A step verifies 16 layers, samples nothing, advances the cursors and folds what is due;
+accepted counts are drawn from 1..8 anew for each step, so that the ring cycles. Medians of 60 replays; the states of
+one step exceed the L2 from 8 rows on.
 """
 
 import statistics
@@ -14,7 +14,7 @@ import sys
 import torch
 
 from specstate import StateManager, StepMetadata
-from tests.factories import make_config, make_inputs, make_params, verify_all
+from tests.factories import POLICIES, make_config, make_inputs, make_params, verify_all
 
 LAYERS, WINDOW, REPLAYS = 16, 8, 60
 
@@ -22,14 +22,16 @@ LAYERS, WINDOW, REPLAYS = 16, 8, 60
 def main() -> int:
     properties = torch.cuda.get_device_properties(0)
     print(f"{properties.name}, torch {torch.__version__}, {LAYERS} layers, medians of {REPLAYS} replays")
-    print(f"{'rows':>5} {'step ms':>8} {'us a layer':>11} {'copy of the states ms':>22} {'folds a step':>13}")
-    for rows in (1, 8, 32, 128):
-        step, folds, copy = measure(rows)
-        print(f"{rows:5} {step:8.3f} {step / LAYERS * 1e3:11.1f} {copy:22.3f} {folds:13.2f}")
+    print(f"{'policy':>9} {'rows':>5} {'step ms':>8} {'us a layer':>11} {'copying states ms':>18} {'folds a step':>13}")
+    for policy in POLICIES:
+        for rows in (1, 8, 32, 128):
+            step, folds, copy = measure(policy, rows)
+            layer = step / LAYERS * 1e3
+            print(f"{policy:>9} {rows:5} {step:8.3f} {layer:11.1f} {copy:18.3f} {folds:13.2f}", flush=True)
     return 0
 
 
-def measure(rows: int) -> tuple[float, float, float]:
+def measure(policy: str, rows: int) -> tuple[float, float, float]:
     """Median milliseconds of a step, folds a row and step, and milliseconds of copying the states once."""
     config = make_config(
         num_layers=LAYERS,
@@ -39,7 +41,7 @@ def measure(rows: int) -> tuple[float, float, float]:
         gate_lower_bound=-5.0,
         max_requests=rows,
         max_query_len=WINDOW,
-        record_capacity=4 * WINDOW,
+        fold_policy=policy,
         checkpoint_dtype="float32",
         activation_dtype="bfloat16",
     )

@@ -1,0 +1,52 @@
+"""Every kernel a few times over on a GPU, small and without pytest, for a memory checker to watch.
+
+    compute-sanitizer --tool memcheck python -m tests.kernels.sanitize
+    compute-sanitizer --tool racecheck python -m tests.kernels.sanitize
+"""
+
+import sys
+
+import torch
+
+from specstate import SamplingParams, StepMetadata
+from tests.factories import POLICIES, make_config, make_inputs, make_manager, make_twin, run_step, verify_all
+
+
+def main() -> int:
+    for policy in POLICIES:
+        config = make_config(
+            fold_policy=policy,
+            head_k_dim=24,
+            head_v_dim=40,
+            checkpoint_dtype="float32",
+            activation_dtype="bfloat16" if policy == "ring" else "float32",
+        )
+        manager = make_manager(config, "cuda", backend="triton", debug=False)
+        tolerance = 3e-2 if policy == "ring" else 1e-5
+        a, b = manager.admit("a", SamplingParams(end_token_ids=(7,))), manager.admit("b")
+        twins = make_twin(config), make_twin(config)
+        for seed in range(4):
+            run_step(manager, [(a, twins[0], 4, 1 + seed % 4), (b, twins[1], 2, 1)], seed, tolerance)
+        manager.flush()
+        # Padding, a dummy row, sampling, a cancel between layers, records of the caller's own.
+        metadata = StepMetadata(handles=(a, None), query_lens=(3, 2), row_kinds=("decode", "dummy"))
+        inputs = make_inputs(config, 8, 9, "cuda")
+        step = manager.begin_step(metadata, pad_to=(4, 8))
+        verify_all(step, inputs)
+        step.defer(step.sample(torch.randn(8, 50, device="cuda"), torch.zeros(8, dtype=torch.int64, device="cuda")))
+        step = manager.begin_step(metadata, pad_to=(4, 8))
+        step.verify(1, inputs[1].qkv, inputs[1].raw_gate, inputs[1].raw_beta)
+        step.cancel()
+        step = manager.begin_step(metadata, pad_to=(4, 8))
+        step.flush()
+        for layer, tensors in enumerate(inputs):
+            u = torch.randn(8, 2, 40, device="cuda")
+            step.write_records(layer, u, torch.randn_like(tensors.raw_gate), tensors.raw_gate, tensors.qkv)
+        step.commit(torch.tensor([2, 0], device="cuda"))
+        manager.check_integrity()
+        print(policy, "done", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
