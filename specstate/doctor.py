@@ -8,9 +8,10 @@ from typing import Literal
 
 import torch
 
+from specstate.backends.build import PATHS
 from specstate.config import FoldPolicy, KDALayerSpec, StateConfig
 from specstate.errors import SpecStateError
-from specstate.manager import PATHS, StateManager
+from specstate.manager import StateManager
 from specstate.metadata import Handle, StepMetadata
 from specstate.oracle import Oracle, OracleState
 from specstate.params import LayerParams

@@ -12,16 +12,14 @@ from typing import Any, Literal
 
 import torch
 
-from specstate.backends import Backend, DeviceCounters, LayerState
-from specstate.backends.metadata import MetadataBackend
+from specstate.backends import DeviceCounters, LayerState
+from specstate.backends.build import build_backend, resolve_device
 from specstate.backends.tensors import TensorBackend
 from specstate.batch import find_requests, flush_batch, padded_shape, step_batch
 from specstate.capture import Capture
 from specstate.config import StateConfig
 from specstate.errors import CapacityError, SpecStateError, StepOrderError
 from specstate.integrity import check_cursors, check_payloads, check_slots
-from specstate.kernels import Kernels
-from specstate.kernels.reference import ReferenceKernels
 from specstate.layout import BytePlan, plan_bytes
 from specstate.limits import MAX_COMMITTED_LEN
 from specstate.metadata import Handle, StepMetadata
@@ -30,11 +28,7 @@ from specstate.requests import Request, RequestTable
 from specstate.sampling import SamplingParams
 from specstate.slots import SlotPool
 from specstate.step import DroppedEnds, Step, StepHost
-from specstate.storage import Storage
 from specstate.trace import TraceRecorder
-
-#: Kernels that each backend can run; StateConfig.path pins one.
-PATHS: dict[str, tuple[str, ...]] = {"triton": ("portable",), "reference": ("reference",), "metadata": ("metadata",)}
 
 
 class StateManager:
@@ -68,8 +62,8 @@ class StateManager:
         if not isinstance(recorder, TraceRecorder | None):
             raise SpecStateError(f"recorder must be a TraceRecorder, not {type(recorder).__name__}")
         self.config = config
-        self.device = _device(device)
-        self._backend = self._build_backend(backend, params, storage, debug)
+        self.device = resolve_device(device)
+        self._backend = build_backend(config, params, self.device, backend, storage, debug)
         self._recorder = recorder
         self._debug = debug
         self._requests = RequestTable()
@@ -365,36 +359,6 @@ class StateManager:
 
     # -- inside
 
-    def _build_backend(self, backend: object, params: object, storage: object, debug: bool) -> Backend:
-        if not isinstance(backend, str) or backend not in PATHS:
-            raise SpecStateError(f"backend = {backend!r} is not one of {', '.join(map(repr, PATHS))}")
-        if self.config.path not in (None, *PATHS[backend]):
-            raise SpecStateError(
-                f"config.path = {self.config.path!r} is no path of backend {backend!r}, which has "
-                f"{', '.join(map(repr, PATHS[backend]))}"
-            )
-        if self.config.block_size is not None:
-            raise SpecStateError(
-                f"config.block_size = {self.config.block_size}: no boundary checkpoints in this version"
-            )
-        if backend == "metadata":
-            if storage is not None:
-                raise SpecStateError("storage must be None on backend 'metadata', which holds no payloads")
-            return MetadataBackend(self.config)
-        checked = check_params(params, self.config, self.device)
-        if backend == "triton":
-            # Imported where used: the package itself loads no Triton.
-            from specstate.kernels.portable import PortableKernels
-            from specstate.kernels.supported import check_supported
-
-            check_supported(self.config, self.device)
-            held = Storage(self.config, self.device, storage)
-            kernels: Kernels = PortableKernels(self.config, checked, held)
-        else:
-            held = Storage(self.config, self.device, storage)
-            kernels = ReferenceKernels(self.config, checked, held)
-        return TensorBackend(self.config, kernels, held, self.device, debug)
-
     def _check_step(self, requests: Sequence[Request | None]) -> None:
         """Under debug. Whatever slot of the others is being written in place, the step's own are not."""
         self._check_ownership([request for request in requests if request is not None])
@@ -426,20 +390,3 @@ class StateManager:
     def _record(self, kind: str, **fields: Any) -> None:
         if self._recorder is not None:
             self._recorder.record(kind, **fields)
-
-
-def _device(device: torch.device | str) -> torch.device:
-    try:
-        resolved = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise SpecStateError(f"device = {device!r} is not a device: {str(error).splitlines()[0]}") from None
-    if resolved.type == "meta":
-        raise SpecStateError(f"device = {device!r} has no memory; backend 'metadata' needs none and takes device='cpu'")
-    if resolved.type == "cpu":  # tensors never name its index
-        return torch.device("cpu")
-    if resolved.type == "cuda":
-        if not torch.cuda.is_available():
-            raise SpecStateError(f"device = {device!r}: no GPU is available; device='cpu' runs the reference")
-        if resolved.index is None:  # tensors name their index, so the manager does too
-            resolved = torch.device("cuda", torch.cuda.current_device())
-    return resolved
