@@ -17,6 +17,7 @@ from drafter import NgramDrafter
 from model import Model, load_model
 from prompts import load_prompts
 from specstate import plan_bytes
+from specstate.cli import error_text
 
 FOLDER = Path(__file__).parent
 LONGEST_PROMPT_BYTES = 4096
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _run(options)
     except (ValueError, OSError) as error:
-        print(f"specstate demo: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"specstate demo: {' '.join(error_text(error).split())}", file=sys.stderr)
         return 2
     finally:
         torch.set_num_threads(threads)

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return PIPE_CLOSED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (SpecStateError, ValidationError, OSError) as error:
+    except (SpecStateError, ValidationError, OSError, MemoryError) as error:
         return _refuse(f"{command}: {error_text(error)}")
 
 
@@ -160,10 +160,11 @@ def find_examples(given: str | None) -> Path:
     beside_package = Path(specstate.__file__).parent.parent / "examples"
     places = [beside_package, Path("examples")] if given is None else [Path(given)]
     for folder in places:
-        if (folder / "demo.py").is_file():
+        # Several of our own: another project may well have an examples/demo.py.
+        if all((folder / name).is_file() for name in ("demo.py", "decode.py", "weights/model.json")):
             return folder.resolve()
     looked = " and ".join(str(folder) for folder in places)
-    raise SpecStateError(f"no demo.py in {looked}: name the examples/ folder of a checkout with --examples DIR")
+    raise SpecStateError(f"no demo and model in {looked}: name the examples/ folder of a checkout with --examples DIR")
 
 
 def _load_demo(folder: Path) -> ModuleType:

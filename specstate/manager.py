@@ -85,7 +85,11 @@ class StateManager:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of every tensor that this manager allocated: ``plan.total_bytes`` when the storage is its own."""
+        """Bytes of the manager's own tensors: ``plan.total_bytes``, less checkpoints in storage of the caller's.
+
+        Not among them: rows, samples and fold plans, which belong to steps and captures, and backend "triton"'s table
+        of addresses (64 bytes a layer).
+        """
         return self._backend.allocated_bytes
 
     @property

@@ -26,9 +26,9 @@ class Preset:
 
     def layer(self, tp: int = 1) -> KDALayerSpec:
         """The layer as one of ``tp`` ranks sees it. Raises SpecStateError where ``tp`` does not divide the heads."""
-        if tp < 1 or self.num_heads % tp:
+        if type(tp) is not int or tp < 1 or self.num_heads % tp:
             raise SpecStateError(
-                f"tp = {tp} cannot split {self.name}: its {self.num_heads} heads must divide evenly over the ranks"
+                f"tp = {tp!r} cannot split {self.name}: its {self.num_heads} heads must divide evenly over the ranks"
             )
         return KDALayerSpec(
             num_heads=self.num_heads // tp,

@@ -136,7 +136,7 @@ class Step:
     @property
     def folded_by_verify(self) -> bool:
         """All layers have folded what was pending when the step began; the cursors learn of it when the step ends."""
-        return self._host.config.fold_policy == "deferred" and all(self._verified)
+        return self._host.config.folds_in_verify and all(self._verified)
 
     # -- transitions
 

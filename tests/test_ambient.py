@@ -152,6 +152,21 @@ def test_the_settings_of_the_caller_come_back() -> None:
         assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), matmul.fp32_precision) == (True, True, given)
 
 
+def test_an_inherited_setting_stays_inherited() -> None:
+    backends, matmul = torch.backends, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    manager = make_manager()
+    before = backends.fp32_precision
+    matmul.fp32_precision = "none"  # inherits, whatever a test before this one has set
+    try:
+        backends.fp32_precision = "bf16"
+        manager.admit("a")
+        assert matmul.fp32_precision == "bf16"
+        backends.fp32_precision = "ieee"
+        assert matmul.fp32_precision == "ieee"
+    finally:
+        backends.fp32_precision = before
+
+
 def test_what_is_written_in_place_with_gradients_leaves_no_graph() -> None:
     manager = make_manager()
     handle = manager.admit("a")

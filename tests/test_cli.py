@@ -155,6 +155,9 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "demo.py").write_text(DEMO)
     (folder / "neighbour.py").write_text("NAME = 'beside'\n")
+    (folder / "decode.py").touch()
+    (folder / "weights").mkdir()
+    (folder / "weights" / "model.json").touch()
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "demo", raising=False)
     monkeypatch.delitem(sys.modules, "neighbour", raising=False)
@@ -191,6 +194,11 @@ def test_demo_says_which_folder_has_no_demo(capsys: pytest.CaptureFixture[str], 
     line = refusal(capsys, "demo", "--json", "--examples", str(tmp_path))
     assert str(tmp_path) in line
     assert "--examples DIR" in line
+
+
+def test_demo_is_not_any_file_of_that_name(capsys: pytest.CaptureFixture[str], examples: Path) -> None:
+    (examples / "weights" / "model.json").unlink()
+    assert str(examples) in refusal(capsys, "demo", "--examples", str(examples))
 
 
 def test_demo_names_the_extra_that_is_missing(

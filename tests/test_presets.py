@@ -1,4 +1,4 @@
-"""The presets against the issue's figures, and tensor-parallel splits."""
+"""The presets against their sources' figures, and tensor-parallel splits."""
 
 import pytest
 from pydantic import ValidationError
@@ -55,3 +55,9 @@ def test_config_refuses_what_a_state_config_refuses() -> None:
         KIMI_K3.config(max_query_len=4, max_requests=1, record_capacity=1)
     with pytest.raises(ValidationError, match="windows"):
         KIMI_K3.config(max_query_len=4, max_requests=1, windows=3)
+
+
+@pytest.mark.parametrize("tp", ["8", 8.0, None, True, 0, 7])
+def test_a_degree_that_is_no_divisor_is_refused(tp: object) -> None:
+    with pytest.raises(SpecStateError, match="tp = "):
+        KIMI_K3.layer(tp)  # type: ignore[arg-type]

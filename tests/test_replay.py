@@ -19,11 +19,13 @@ from specstate.kernels import rows as at
 from specstate.manager import StateManager
 from specstate.metadata import Handle
 from specstate.replay import Difference, replay_config, replay_file
+from specstate.replay import model as replay_model
 from specstate.replay.inputs import layer_params, life_key, token_inputs
 from specstate.replay.model import Model
 from specstate.step import Step
-from specstate.trace import TraceError
+from specstate.trace import TraceError, TraceRecorder
 from specstate.trace.schema import TRACE_VERSION
+from tests.factories import make_config
 
 TRACES = Path(__file__).parent / "traces"
 GOLDEN = sorted(TRACES.glob("*.jsonl"))
@@ -474,3 +476,42 @@ def test_replays_shrink(small: StateConfig) -> None:
     assert full == StateConfig(**wide.model_dump() | {"path": None, "memory_limit_bytes": None})
     assert StateManager(shrunk, None, backend="metadata").plan.total_bytes
     assert Difference(1, "admit", "x").event == TRACE_VERSION
+
+
+def admitted_and_loaded(path: Path, committed_len: int) -> Path:
+    with TraceRecorder(path) as recorder:
+        manager = StateManager(make_config(), None, backend="metadata", recorder=recorder)
+        manager.load(manager.admit("a"), None, committed_len)
+    return path
+
+
+def test_a_long_load_is_derived_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = admitted_and_loaded(tmp_path / "trace.jsonl", 600)
+    whole = replay_file(trace)
+    right = replay_model.token_inputs
+
+    def few(config: Any, keys: list[int], *rest: Any) -> Any:
+        assert len(keys) <= 256
+        return right(config, keys, *rest)
+
+    monkeypatch.setattr(replay_model, "token_inputs", few)
+    assert replay_file(trace) == whole
+    assert whole.ok
+
+
+def test_a_load_that_would_take_hours_is_refused(tmp_path: Path) -> None:
+    trace = admitted_and_loaded(tmp_path / "trace.jsonl", 2**28)
+    with pytest.raises(TraceError, match=r"line 3: a load at 268435456 tokens"):
+        replay_file(trace)
+    assert replay_file(trace, backend="metadata").ok
+
+
+def test_running_out_of_memory_is_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = admitted_and_loaded(tmp_path / "trace.jsonl", 3)
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(StateManager, "load", full)
+    with pytest.raises(TraceError, match="line 3: out of memory"):
+        replay_file(trace)

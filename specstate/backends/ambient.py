@@ -46,4 +46,7 @@ def _whole_products(kind: str) -> Iterator[None]:
     try:
         yield
     finally:
-        products.fp32_precision = given
+        # Inherited, if that is what it was: written back, it would outlast what the caller sets next.
+        products.fp32_precision = "none"
+        if products.fp32_precision != given:
+            products.fp32_precision = given

@@ -4,12 +4,13 @@ The trace says what happened. ``inputs`` supplies the payload that it leaves out
 out of it, ``steps`` and ``driver`` call the manager, ``checks`` looks at it.
 """
 
+import functools
 import os
 from dataclasses import dataclass
 
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
-from specstate.replay.checks import Differs
+from specstate.replay.checks import Differs, out_of_memory
 from specstate.replay.driver import Driver, ReplayBackend
 from specstate.trace import read_trace
 from specstate.trace.schema import TraceError
@@ -61,15 +62,17 @@ def replay_file(
     except (SpecStateError, RuntimeError, MemoryError) as error:  # torch's allocator raises RuntimeError
         reason = " ".join(str(error).split()) or type(error).__name__
         raise TraceError(f"{os.fspath(path)}, line 1: no manager can be built for this config: {reason}") from None
-    for number, event in enumerate(events, 1):
+    steps = [(event.kind, functools.partial(driver.apply, event)) for event in events] + [("end", driver.finish)]
+    for number, (kind, step) in enumerate(steps, 1):
         try:
-            driver.apply(event)
+            step()
         except Differs as difference:
-            return ReplayReport(False, len(events), Difference(number, event.kind, str(difference)))
-    try:
-        driver.finish()
-    except Differs as difference:
-        return ReplayReport(False, len(events), Difference(len(events) + 1, "end", str(difference)))
+            return ReplayReport(False, len(events), Difference(number, kind, str(difference)))
+        except (TraceError, MemoryError, RuntimeError) as error:
+            if not isinstance(error, TraceError) and not out_of_memory(error):
+                raise
+            reason = str(error) if isinstance(error, TraceError) else "out of memory"
+            raise TraceError(f"{os.fspath(path)}, line {number + 1}: {reason}") from None
     return ReplayReport(True, len(events), None)
 
 

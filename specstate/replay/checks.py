@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from specstate.errors import SpecStateError
+from specstate.errors import CapacityError, SpecStateError
 from specstate.manager import StateManager
 from specstate.metadata import StepMetadata
 from specstate.replay.model import ExpectedToken, Life
@@ -15,9 +15,14 @@ from specstate.validation import bits
 
 _T = TypeVar("_T")
 
-#: What a manager may raise: a refusal; what torch raises on a bad shape or index, or when memory runs out; an invariant
-#: of its own. Anything else, a name that is not there for instance, is a fault of the program and not of the trace.
-_RAISED = (SpecStateError, RuntimeError, IndexError, MemoryError, AssertionError)
+#: What a manager may raise: a refusal; what torch raises on a bad shape or index; an invariant of its own. Anything
+#: else, a name that is not there for instance, is a fault of the program and not of the trace.
+_RAISED = (SpecStateError, RuntimeError, IndexError, AssertionError)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; torch's allocator on a CPU says so with a RuntimeError."""
+    return isinstance(error, MemoryError | CapacityError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 class Differs(Exception):
@@ -41,6 +46,8 @@ class Checks:
         try:
             return call()
         except _RAISED as error:
+            if out_of_memory(error):
+                raise
             raise Differs(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
     def equal(self, what: str, got: object, wanted: object) -> None:

@@ -26,8 +26,12 @@ from specstate.trace.schema import (
     Release,
     SetParams,
     StepFlush,
+    TraceError,
 )
 from specstate.validation import DTYPES
+
+#: Tokens of a load that are recomputed one by one, some 0.2 ms each and layer: more would take hours.
+MAX_LOADED_LEN = 2**22
 
 ReplayBackend = Literal["reference", "metadata", "triton"]
 
@@ -97,6 +101,11 @@ class Driver:
         life = self._life(event.handle)
         states = None
         if self._payloads:
+            if event.committed_len > MAX_LOADED_LEN:
+                raise TraceError(
+                    f"a load at {event.committed_len} tokens is beyond the {MAX_LOADED_LEN} that a replay recomputes; "
+                    "backend 'metadata' replays it without payloads"
+                )
             life.layers = self._model.loaded(life, event.committed_len)
             states = [self._as_stored(expected) for expected in life.layers]
             if event.in_place:

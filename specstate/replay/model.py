@@ -52,6 +52,9 @@ class ExpectedToken(NamedTuple):
     u: torch.Tensor  # [H, V] float64
     key: torch.Tensor  # [H, K] float64
 
+#: Tokens of a load whose inputs are derived together.
+LOADED_AT_ONCE = 256
+
 
 @dataclass(slots=True, eq=False)
 class Life:
@@ -112,14 +115,17 @@ class Model:
 
     def loaded(self, life: Life, committed_len: int) -> list[Expected]:
         """The states after the life's first tokens, each in its first attempt, as a checkpoint holds them."""
-        positions = range(committed_len)
         layers = []
         for layer in range(self.config.num_layers):
-            inputs = token_inputs(self.config, [life.key] * committed_len, positions, [0] * committed_len, layer)
             state, peak = self._oracle.zero(), 0.0
-            for i in range(committed_len):
-                state = self._oracle.token(layer, state, *(column[i] for column in inputs)).state
-                peak = max(peak, _norm(state.recurrent))
+            # A long prompt takes time, but no memory.
+            for start in range(0, committed_len, LOADED_AT_ONCE):
+                positions = range(start, min(start + LOADED_AT_ONCE, committed_len))
+                keys, attempts = [life.key] * len(positions), [0] * len(positions)
+                inputs = token_inputs(self.config, keys, positions, attempts, layer)
+                for i in range(len(positions)):
+                    state = self._oracle.token(layer, state, *(column[i] for column in inputs)).state
+                    peak = max(peak, _norm(state.recurrent))
             # The manager is given this very state, so it starts without error.
             state = OracleState(state.recurrent.to(self._checkpoint).double(), state.conv)
             layers.append(Expected(state, peak, 0.0))

@@ -117,7 +117,7 @@ class Verifier:
             qkv, gate, beta = (column.to(device) for column in inputs)
             self._checks.call(lambda: step.verify(layer, qkv, gate, beta, out=out))
             self._checks.outputs(step.index, layer, out.cpu(), tokens)
-        folds = self._config.fold_policy == "deferred"
+        folds = self._config.folds_in_verify
         self._checks.only_slots_changed(open_step.slots if folds else set(), in_layer=layer)
 
     def _write(self, step: Step, layer: int, tokens: dict[int, ExpectedToken], inputs: TokenInputs) -> None:
