@@ -10,6 +10,9 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Matrices here are small: a second thread gains nothing, and two pools that wait for each other's cores lose much.
+torch.set_num_threads(1)
+
 # The first draw of an example builds a manager, and a busy machine makes any deadline a coin toss.
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -51,7 +51,7 @@ def test_the_test_command_lints_checks_types_and_measures_coverage_before_the_la
     steps = readme_block("Tests", "sh").strip().split(" && ")
     assert steps[0] == "pip install -c constraints.txt -e '.[test]'"
     assert steps[1:3] == ["ruff check .", "mypy"]
-    assert steps[-1] == "pytest --cov"
+    assert steps[-1] == "pytest --cov -n auto"
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     assert tool["coverage"]["run"]["source"] == tool["mypy"]["files"] == ["specstate"]
     assert tool["coverage"]["report"]["fail_under"] >= 80
