@@ -70,21 +70,6 @@ class DeviceCounters:
     """Windows verified for a request that had already finished."""
 
 
-class Rows(Protocol):
-    """A step's own copy of its rows, as the backend keeps it."""
-
-    @property
-    def query_start_loc(self) -> torch.Tensor: ...
-    @property
-    def positions(self) -> torch.Tensor: ...
-    @property
-    def committed_lens(self) -> torch.Tensor: ...
-    @property
-    def checkpoint_slots(self) -> torch.Tensor: ...
-    @property
-    def record_slots(self) -> torch.Tensor: ...
-
-
 class Backend(Protocol):
     """See the module's docstring. ``rows`` is what ``begin`` returned; ``where`` names the step in messages."""
 

@@ -54,7 +54,8 @@ def replay_file(
     compares lengths, slots, counters and digests alone.
 
     A call that the manager refuses, and a trace that contradicts itself, are differences. Raises TraceError (a
-    SpecStateError) when the trace is damaged or no manager can be built for its config.
+    SpecStateError) when the trace is damaged, no manager can be built for its config, a load is too long to recompute,
+    or memory runs out.
     """
     header, events = read_trace(path, partial)
     try:
