@@ -70,8 +70,9 @@ class Capture:
                 f"batch_index reads entry {least_len - 1}, the captured num_accepted has {captured_len}{where}"
             )
 
-    def stage(self, batch: Batch) -> Any:
+    def stage(self, batch: Batch, where: str) -> Any:
         """Copies the rows of ``batch`` into the buffers, for the next replay; the step's rows."""
+        self._backend.check_storage(where)
         self._staging.copy_to(self.staged, self._backend.staged_columns(batch))
         return self.rows
 

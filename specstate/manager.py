@@ -21,7 +21,7 @@ from specstate.config import StateConfig
 from specstate.errors import CapacityError, SpecStateError, StepOrderError
 from specstate.integrity import check_cursors, check_payloads, check_slots
 from specstate.layout import BytePlan, plan_bytes
-from specstate.limits import MAX_COMMITTED_LEN
+from specstate.limits import MAX_CAPTURES, MAX_COMMITTED_LEN
 from specstate.metadata import Handle, StepMetadata
 from specstate.params import LayerParams, check_params
 from specstate.requests import Request, RequestTable
@@ -87,8 +87,8 @@ class StateManager:
     def allocated_bytes(self) -> int:
         """Bytes of the manager's own tensors: ``plan.total_bytes``, less checkpoints in storage of the caller's.
 
-        Not among them: rows, samples and fold plans, which belong to steps and captures, and backend "triton"'s table
-        of addresses (64 bytes a layer).
+        Not among them: rows, samples and fold plans, which belong to steps, or were made by ``warmup`` for captured
+        ones, and backend "triton"'s table of addresses (64 bytes a layer).
         """
         return self._backend.allocated_bytes
 
@@ -198,10 +198,10 @@ class StateManager:
             self._check_step(requests)
         capture = self._captures.get(shape) if isinstance(pad_to, tuple) else None
         if capture is None:
-            rows = self._backend.begin(batch)
+            rows = self._backend.begin(batch, where)
         else:
             capture.check_free(metadata.num_entries, where)
-            rows = capture.stage(batch)
+            rows = capture.stage(batch, where)
         self._next_step = index + 1
         check = self._check_step if self._debug else None
         host = StepHost(self.config, self._backend, self._recorder, self._dropped_ends, check)
@@ -209,10 +209,18 @@ class StateManager:
         self._record("begin_step", step=index, metadata=metadata, pad_to=None if pad_to is None else shape)
         return step
 
-    def warmup(self) -> None:
-        """Compiles every kernel variant that the config can launch, for what is captured later; takes a while."""
+    def warmup(self, captures: int = 64) -> None:
+        """Compiles every kernel variant that the config can launch, for what is captured later; takes a while.
+
+        captures: how many steps of max_requests full windows will be captured, or as much of smaller ones. Their small
+        tensors (rows, samples, fold plans) are made now, so that a capture allocates nothing beyond what its caller
+        makes; on a CPU there are none. Called again, it makes new ones. Raises SpecStateError for a bad count,
+        CapacityError when the memory is not there.
+        """
+        if type(captures) is not int or not 0 <= captures <= MAX_CAPTURES:
+            raise SpecStateError(f"warmup: captures = {captures!r} is outside 0..{MAX_CAPTURES}")
         if isinstance(self._backend, TensorBackend):
-            self._backend.warmup()
+            self._backend.warmup(captures)
 
     def capture_step(self, rows: int, tokens: int) -> Step:
         """Inside a CUDA graph's capture: a step of dummy rows over fixed buffers, whose calls go into the graph.
@@ -220,7 +228,8 @@ class StateManager:
         Verify every layer, sample and end it as wished; none of it changes the lifecycle. Afterwards
         ``begin_step(meta, pad_to=(rows, tokens))`` stages real rows for the next replay, and ``step.replayed`` follows
         it. Replay only what a begin_step has staged. A new capture of a size takes the place of the old one. Raises
-        SpecStateError for a wrong size or under ``debug``, StepOrderError outside of a capture.
+        SpecStateError for a wrong size or under ``debug``, StepOrderError outside of a capture, CapacityError when
+        what ``warmup`` made for captures is used up (here or in the captured step's calls).
         """
         for name, size in (("rows", rows), ("tokens", tokens)):
             if type(size) is not int or size < 1:
@@ -259,7 +268,7 @@ class StateManager:
         # What a verify has folded already is not folded again: the cursors learn of it when that step ends.
         due = [request for request in requests if request.may_be_pending and not request.folded_by_verify]
         if due:
-            self._backend.flush(self._backend.begin(flush_batch(due)))
+            self._backend.flush(self._backend.begin(flush_batch(due), ""))
             # A step that has verified needs its rows no more than for its end, which reads the cursors.
             for step in {id(r.open_step): r.open_step for r in due if r.open_step is not None}.values():
                 if not step.num_verified:

@@ -359,7 +359,8 @@ class Step:
         if finished is not None:
             finished = backend.by_row(rows, backend.check_mask("finished", finished, least_len, where))
         if sample is not None:
-            finished = sample.finished if finished is None else sample.finished | finished
+            # In place: by_row has copied the caller's mask, and a capture allocates nothing.
+            finished = sample.finished if finished is None else finished.logical_or_(sample.finished)
         if self._host.check is not None:
             self._check_counts(verb, [int(count) for count in counts])
             self._host.check(self._requests)

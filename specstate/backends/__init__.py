@@ -88,7 +88,7 @@ class Backend(Protocol):
         """The record slot is nobody's."""
         ...
 
-    def begin(self, batch: Batch) -> Any:
+    def begin(self, batch: Batch, where: str) -> Any:
         """Builds the step's rows from the batch and the cursors."""
         ...
 

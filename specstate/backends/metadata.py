@@ -86,7 +86,7 @@ class MetadataBackend:
 
     # -- a step
 
-    def begin(self, batch: Batch) -> MetadataRows:
+    def begin(self, batch: Batch, where: str) -> MetadataRows:
         zeros = [0] * len(batch.record_rows)
         rows = MetadataRows(batch, list(batch.checkpoint_slots), list(batch.record_rows), zeros, zeros, zeros, zeros)
         self.refresh(rows)

@@ -13,6 +13,7 @@ from specstate.config import StateConfig
 from specstate.errors import SpecStateError
 from specstate.kernels import Kernels
 from specstate.kernels import rows as at
+from specstate.kernels.arena import Allocator, Arena, TorchAllocator, captured_bytes
 from specstate.kernels.cursors import StepTensors, null_row
 from specstate.kernels.reference import read_conv_history
 from specstate.layout import plan_bytes
@@ -32,6 +33,9 @@ class TensorBackend:
         self._debug = debug
         self._activation = DTYPES[config.activation_dtype]
         self._compute = storage.layers[0].record_u.dtype
+        self._allocator: Allocator = TorchAllocator(device)
+        self._captured: Allocator = self._allocator
+        """Of captured steps: an Arena once ``warmup`` made one, until then the graph's own memory."""
 
     # -- slots
 
@@ -73,13 +77,17 @@ class TensorBackend:
     # -- a step
 
     @shielded
-    def begin(self, batch: Batch) -> StepTensors:
-        self.kernels.check_storage("")
+    def begin(self, batch: Batch, where: str) -> StepTensors:
+        self.check_storage(where)
         # Ordinary tensors even under inference mode: a release may null a row outside of it.
         with torch.inference_mode(False), torch.no_grad():  # the first turns gradients on
             staged = self._to_device(self.staged_columns(batch))
             length = max(batch.query_lens, default=0)
-            return self.kernels.begin(staged, len(batch.query_lens), batch.num_tokens, length)
+            return self.kernels.begin(staged, len(batch.query_lens), batch.num_tokens, length, self._allocator)
+
+    def check_storage(self, where: str) -> None:
+        """Raises SpecStateError when storage was replaced under the kernels' table of addresses."""
+        self.kernels.check_storage(where)
 
     def staged_columns(self, batch: Batch) -> list[int]:
         """What one copy carries to the device: the row columns, then query_start_loc."""
@@ -102,8 +110,9 @@ class TensorBackend:
         size = num_rows * at.STAGED_COLUMNS + num_rows + 1
         with torch.inference_mode(False), torch.no_grad():
             # Not filled here: under capture that would become part of the graph, and undo every staging.
-            staged = torch.empty(size, dtype=torch.int32, device=self.device)
-            return staged, self.kernels.begin(staged, num_rows, num_tokens, self.config.max_query_len)
+            staged = self._captured.empty((size,))
+            longest = self.config.max_query_len
+            return staged, self.kernels.begin(staged, num_rows, num_tokens, longest, self._captured)
 
     @shielded
     def null_staged_row(self, staged: torch.Tensor, num_rows: int, row: int) -> None:
@@ -111,9 +120,12 @@ class TensorBackend:
         null_row(staged[: num_rows * at.STAGED_COLUMNS].view(num_rows, at.STAGED_COLUMNS), row)
 
     @shielded
-    def warmup(self) -> None:
-        """Compiles every kernel that the config can launch."""
+    def warmup(self, captures: int) -> None:
+        """Compiles every kernel that the config can launch; makes the small tensors of ``captures`` captured steps."""
         self.kernels.warmup()
+        if self.device.type == "cuda":
+            rows, longest = self.config.max_requests, self.config.max_query_len
+            self._captured = Arena(captures * captured_bytes(rows, rows * longest, longest), self.device)
 
     @shielded
     def refresh(self, rows: StepTensors) -> None:
@@ -183,8 +195,9 @@ class TensorBackend:
     def by_row(self, rows: StepTensors, values: torch.Tensor) -> torch.Tensor:
         if not len(values):  # no live row, so no entry is read
             return values.new_zeros(rows.rows.shape[0])
-        entry = rows.rows[:, at.BATCH_INDEX].long().clamp(max=len(values) - 1)
-        return values[entry]
+        empty, shape = rows.allocator.empty, (len(rows.rows),)
+        entry = torch.clamp(rows.rows[:, at.BATCH_INDEX], max=len(values) - 1, out=empty(shape))
+        return torch.index_select(values, 0, entry, out=empty(shape, values.dtype))
 
     @shielded
     def end(self, rows: StepTensors, counts: torch.Tensor, fold: Any, finished: torch.Tensor | None) -> None:

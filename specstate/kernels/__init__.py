@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from specstate.kernels.arena import Allocator
     from specstate.kernels.cursors import StepTensors
     from specstate.params import LayerParams
 
@@ -34,10 +35,12 @@ class Kernels(Protocol):
         """Raises SpecStateError when the storage no longer lies where the kernels were bound to it."""
         ...
 
-    def begin(self, staged: torch.Tensor, num_rows: int, num_tokens: int, length: int) -> StepTensors:
+    def begin(
+        self, staged: torch.Tensor, num_rows: int, num_tokens: int, length: int, allocator: Allocator
+    ) -> StepTensors:
         """The step's rows from ``staged`` int32: [num_rows, STAGED_COLUMNS], then query_start_loc [num_rows + 1].
 
-        ``length``: the longest window.
+        ``length``: the longest window. ``allocator``: where the step's tensors come from.
         """
         ...
 

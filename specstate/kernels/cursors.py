@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from specstate.kernels import rows as at
+from specstate.kernels.arena import Allocator, TorchAllocator
 
 
 class Window(NamedTuple):
@@ -29,6 +30,8 @@ class StepTensors:
     committed_lens: torch.Tensor  # [rows] int32
     window: Window | None  # of the reference alone
     folds_in_verify: bool
+    allocator: Allocator
+    """Of whatever the step makes on its way."""
     places: Any = None
     """What the reference derives from the rows, and keeps until they change."""
 
@@ -42,6 +45,7 @@ class StepTensors:
                 self.committed_lens.clone(),
                 self.window,
                 self.folds_in_verify,
+                TorchAllocator(self.rows.device),
             )
 
     @property
@@ -91,7 +95,8 @@ def begin(
     gather = (rows[:, at.FIRST_TOKEN] + within).clamp(max=max(tokens - 1, 0))
     # Past a window, outputs are made and thrown away; the offset only has to point at one.
     window = Window(token_row, offset.long().clamp(max=max(length - 1, 0)), live, gather.long(), length)
-    return StepTensors(rows, query_start_loc, positions.to(torch.int32), committed, window, folds_in_verify)
+    allocator = TorchAllocator(rows.device)
+    return StepTensors(rows, query_start_loc, positions.to(torch.int32), committed, window, folds_in_verify, allocator)
 
 
 def refresh(rows: torch.Tensor, cursors: torch.Tensor, *, folds_in_verify: bool) -> None:

@@ -13,6 +13,7 @@ import triton.language as tl
 from specstate.config import StateConfig
 from specstate.kernels import Sampled, cursors, reference
 from specstate.kernels import rows as at
+from specstate.kernels.arena import Allocator, TorchAllocator
 from specstate.kernels.cursors import StepTensors
 from specstate.kernels.supported import INTERPRETED, WINDOW_TILE, check_inner
 from specstate.kernels.table import AddressTable
@@ -74,7 +75,7 @@ class PortableKernels:
         activation = self.storage.layers[0].record_key_gate.dtype
         staged = torch.zeros(at.STAGED_COLUMNS + 2, dtype=torch.int32, device=device)
         staged[at.RECORD_ROW], staged[at.QUERY_LEN], staged[-1] = -1, 1, 1
-        step = self.begin(staged, 1, 1, 1)
+        step = self.begin(staged, 1, 1, 1, TorchAllocator(device))
         self.refresh(step)
         wide = (torch.float32,) if activation is torch.float32 else (activation, torch.float32)
 
@@ -101,22 +102,18 @@ class PortableKernels:
 
     # -- a step
 
-    def begin(self, staged: torch.Tensor, num_rows: int, num_tokens: int, length: int) -> StepTensors:
-        device = staged.device
+    def begin(
+        self, staged: torch.Tensor, num_rows: int, num_tokens: int, length: int, allocator: Allocator
+    ) -> StepTensors:
         step = StepTensors(
-            rows=torch.empty(num_rows, at.ROW_COLUMNS, dtype=torch.int32, device=device),
+            rows=allocator.empty((num_rows, at.ROW_COLUMNS)),
             query_start_loc=staged[num_rows * at.STAGED_COLUMNS :],
-            positions=torch.empty(num_tokens, dtype=torch.int32, device=device),
-            committed_lens=torch.empty(num_rows, dtype=torch.int32, device=device),
+            positions=allocator.empty((num_tokens,)),
+            committed_lens=allocator.empty((num_rows,)),
             window=None,
             folds_in_verify=self._folds,
+            allocator=allocator,
         )
-        self.fill(step, staged)
-        return step
-
-    def fill(self, step: StepTensors, staged: torch.Tensor) -> None:
-        """The row-record kernel, into tensors that exist."""
-        num_rows = len(step.rows)
         begin_kernel[(num_rows + 1,)](
             staged,
             step.query_start_loc,
@@ -125,13 +122,14 @@ class PortableKernels:
             step.positions,
             step.committed_lens,
             num_rows,
-            len(step.positions),
+            num_tokens,
             STAGED_COLUMNS=at.STAGED_COLUMNS,
             ROW_COLUMNS=at.ROW_COLUMNS,
             BT=WINDOW_TILE,
             FOLDS=self._folds,
             num_warps=1,
         )
+        return step
 
     def refresh(self, step: StepTensors) -> None:
         if len(step.rows):
@@ -284,9 +282,9 @@ class PortableKernels:
 
     def greedy(self, step: StepTensors, logits: torch.Tensor, draft_tokens: torch.Tensor) -> Sampled:
         num_rows, num_tokens, longest = len(step.rows), len(step.positions), self.config.max_query_len
-        accepted, next_token = step.rows.new_empty(num_rows), step.rows.new_empty(num_rows)
-        tokens, best = step.rows.new_empty(num_rows, longest), step.rows.new_empty(num_tokens)
-        finished = step.rows.new_empty(num_rows, dtype=torch.bool)
+        empty = step.allocator.empty
+        accepted, tokens, next_token = empty((num_rows,)), empty((num_rows, longest)), empty((num_rows,))
+        finished, best = empty((num_rows,), torch.bool), empty((num_tokens,))
         if num_tokens:
             if logits.stride(1) != 1:
                 logits = logits.contiguous()
@@ -317,18 +315,18 @@ class PortableKernels:
     def end(
         self, step: StepTensors, counts: torch.Tensor, fold: torch.Tensor | bool, finished: torch.Tensor | None
     ) -> None:
-        self._fold(self._advance(step.rows, counts, fold, finished), 0, self.config.num_layers)
+        self._fold(self._advance(step, counts, fold, finished), 0, self.config.num_layers)
 
     def cancel(self, step: StepTensors, unverified: list[int]) -> None:
         plan = cursors.verify_fold_plan(step.rows).contiguous()
         for layer in unverified:
             self._fold(plan, layer, 1)
-        self._advance(step.rows, None, False, None)
+        self._advance(step, None, False, None)
 
     def flush(self, step: StepTensors) -> None:
         # Whatever verify would have folded is folded here instead, so it must not count as folded already.
         step.rows[:, at.FOLD_LEN] = 0
-        self._fold(self._advance(step.rows, None, True, None), 0, self.config.num_layers)
+        self._fold(self._advance(step, None, True, None), 0, self.config.num_layers)
 
     def read_state(self, plan: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         bound = self.config.layer.gate_lower_bound
@@ -336,13 +334,14 @@ class PortableKernels:
 
     def _advance(
         self,
-        rows: torch.Tensor,
+        step: StepTensors,
         counts: torch.Tensor | None,
         fold: torch.Tensor | bool,
         finished: torch.Tensor | None,
     ) -> torch.Tensor:
         """``accepted_counts`` and ``advance`` of the reference in one launch; the fold plan."""
-        plan = torch.empty(len(rows), at.PLAN_COLUMNS, dtype=torch.int32, device=rows.device)
+        rows = step.rows
+        plan = step.allocator.empty((len(rows), at.PLAN_COLUMNS))
         may_be_full = self.config.folds_when_full and counts is not None
         if len(rows):
             advance_kernel[(len(rows),)](

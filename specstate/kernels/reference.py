@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from specstate.config import StateConfig
 from specstate.kernels import Sampled, cursors
 from specstate.kernels import rows as at
+from specstate.kernels.arena import Allocator
 from specstate.kernels.cursors import StepTensors, Window
 from specstate.kernels.greedy import greedy
 from specstate.params import LayerParams
@@ -48,7 +49,10 @@ class ReferenceKernels:
     def check_storage(self, where: str) -> None:
         """Nothing to check: tensors are looked up anew in every call."""
 
-    def begin(self, staged: torch.Tensor, num_rows: int, num_tokens: int, length: int) -> StepTensors:
+    def begin(
+        self, staged: torch.Tensor, num_rows: int, num_tokens: int, length: int, allocator: Allocator
+    ) -> StepTensors:
+        # Torch allocates in every operation here, so the step takes its memory from torch whatever the allocator.
         columns = num_rows * at.STAGED_COLUMNS
         return cursors.begin(
             staged[:columns].view(num_rows, at.STAGED_COLUMNS),

@@ -12,6 +12,7 @@ import torch
 
 from specstate import LayerParams, StateConfig
 from specstate.kernels import rows as at
+from specstate.kernels.arena import TorchAllocator
 from specstate.kernels.cursors import StepTensors
 from specstate.kernels.portable import PortableKernels
 from specstate.kernels.reference import ReferenceKernels, inverse_norm
@@ -163,7 +164,12 @@ class Rig:
             starts.append(starts[-1] + row.query_len)
         staged = torch.tensor(columns + starts + [start] * pad_rows, dtype=torch.int32)
         sizes = len(self.rows) + pad_rows, start + pad_tokens, max(row.query_len for row in self.rows)
-        return self.kernels.begin(staged.to(self.device), *sizes), self.exact.begin(staged, *sizes)
+        return self.begin_staged(staged, *sizes)
+
+    def begin_staged(self, staged: torch.Tensor, *sizes: int) -> tuple[StepTensors, StepTensors]:
+        """The same from columns of one's own, for (rows, tokens, longest window)."""
+        ours = self.kernels.begin(staged.to(self.device), *sizes, TorchAllocator(torch.device(self.device)))
+        return ours, self.exact.begin(staged, *sizes, TorchAllocator(torch.device("cpu")))
 
     def inputs(self, tokens: int, seed: int = 1) -> list[LayerInputs]:
         return make_inputs(self.config, tokens, seed, self.device)

@@ -1,13 +1,22 @@
 """Steps inside CUDA graphs: the same bits as without, whatever rows come, go, or are released before the replay."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from specstate import SamplingParams, SpecStateError, StateConfig, StateManager, StepMetadata, StepOrderError
+from specstate import (
+    CapacityError,
+    SamplingParams,
+    SpecStateError,
+    StateConfig,
+    StateManager,
+    StepMetadata,
+    StepOrderError,
+)
 from specstate.metadata import Handle
 from specstate.step import Step
 from tests.factories import POLICIES, LayerInputs, make_config, make_inputs, make_manager, make_twin, verify_all
@@ -215,6 +224,42 @@ def test_a_flush_between_begin_step_and_replay_is_not_folded_twice() -> None:
         plain.defer(plain.sample(logits, drafts))
         assert manager.committed_len(handle) == other.committed_len(handle)
         assert torch.equal(manager.read(handle, 1).recurrent, other.read(handle, 1).recurrent)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_capture_allocates_nothing(policy: str) -> None:
+    """With outputs of the caller's own: not in any call, nor for counts and masks of the caller's own."""
+    manager = make_manager(config_of(policy), "cuda", backend="triton", debug=False)
+    manager.warmup()
+    inputs, logits, drafts = windows(manager.config, 16, 0)
+    outs = [torch.empty(16, 2, 48, dtype=torch.bfloat16, device="cuda") for _ in inputs]
+    counts = torch.ones(4, dtype=torch.int64, device="cuda")
+    mask = torch.zeros(4, dtype=torch.bool, device="cuda")
+
+    def allocations(of: Callable[[Step], None]) -> int:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            step = manager.capture_step(4, 16)
+            for layer, tensors in enumerate(inputs):
+                step.verify(layer, tensors.qkv, tensors.raw_gate, tensors.raw_beta, out=outs[layer])
+            of(step)
+            return int(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+
+    assert allocations(lambda step: step.defer(step.sample(logits, drafts))) == 0
+    assert allocations(lambda step: step.commit(counts)) == 0
+    assert allocations(lambda step: step.defer(step.sample(logits, drafts).num_accepted, mask, mask)) == 0
+    assert allocations(lambda step: step.defer(counts.clone())) == 1  # what the caller makes
+
+
+@pytest.mark.gpu
+def test_captures_beyond_what_warmup_made_are_refused() -> None:
+    manager = make_manager(config_of("ring"), "cuda", backend="triton", debug=False)
+    manager.warmup(captures=1)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        manager.capture_step(4, 16)
+        with pytest.raises(CapacityError, match="warmup"):
+            manager.capture_step(1024, 4096)
 
 
 @pytest.mark.gpu

@@ -49,7 +49,7 @@ def test_begin(policy: str, padding: tuple[int, int], device: str) -> None:
 def test_begin_without_rows(device: str) -> None:
     rig = make("ring", device)
     staged = torch.tensor([0], dtype=torch.int32)
-    ours, theirs = rig.kernels.begin(staged.to(device), 0, 3, 0), rig.exact.begin(staged, 0, 3, 0)
+    ours, theirs = rig.begin_staged(staged, 0, 3, 0)
     assert ours.positions.tolist() == theirs.positions.tolist() == [0, 0, 0]
 
 
@@ -81,7 +81,7 @@ def test_end(policy: str, fold: str, device: str) -> None:
         finished = torch.tensor([generator.random() < 0.5 for _ in range(num)]) if seed else None
         folds = {"nobody": False, "everybody": True, "a mask": mask}[fold]
         moved = [x.to(device) if isinstance(x, torch.Tensor) else x for x in (counts, folds, finished)]
-        plan = rig.kernels._advance(steps[0].rows, *moved)
+        plan = rig.kernels._advance(steps[0], *moved)
         accepted = cursors.accepted_counts(
             steps[1].rows, counts, finished, rig.exact_storage.cursors, rig.exact_storage.counters
         )
