@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 
-#: End tokens that a request may have; the device table is this wide.
-MAX_END_TOKENS = 8
-
 #: Window tokens that a verify convolves at a time; more rows take more launches. Of a fixed size, so that what is paid
 #: once does not grow with the requests.
 CONV_OUTPUT_TOKENS = 1024
@@ -99,7 +96,7 @@ def tensor_layouts(config: "StateConfig") -> tuple[TensorLayout, ...]:
         TensorLayout("record_key_gate", (layers, rows, heads, capacity, 2, k_dim), activation, "record slot", 1),
         TensorLayout("record_inv_norm", (layers, rows, heads, capacity), "float32", "record slot", 1),
         TensorLayout("cursors", (rows, at.CURSOR_COLUMNS), "int32", "record slot"),
-        TensorLayout("end_tokens", (rows, MAX_END_TOKENS), "int32", "record slot"),
+        TensorLayout("sampling", (rows, at.SAMPLING_COLUMNS), "int32", "record slot"),
         TensorLayout("counters", (at.DEVICE_COUNTERS,), "int64", "manager"),
     ]
     return tuple(tensors)

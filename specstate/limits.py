@@ -17,6 +17,8 @@ MIN_GATE_LOWER_BOUND = -1e6
 """e to this power is 0 in every dtype."""
 MAX_STEP_SIZE = 2**20
 """Rows of a step, its tokens, and entries of caller-made counts, padding included."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
+"""Between them float32 quotients of logits neither all vanish nor all overflow. 0 is greedy."""
 MAX_CAPTURES = 2**12
 """Captured steps that a warmup makes room for."""
 INT32_MAX = 2**31 - 1

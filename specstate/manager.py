@@ -108,8 +108,8 @@ class StateManager:
     def admit(self, request_id: str, sampling: SamplingParams | None = None) -> Handle:
         """A request with zero state at position 0.
 
-        Raises CapacityError without a free slot, SpecStateError when the id is live already or the sampling is not
-        built.
+        sampling: how ``step.sample`` draws its tokens; greedily when None. Raises CapacityError without a free slot,
+        SpecStateError when the id is live already.
         """
         if not isinstance(request_id, str) or not request_id:
             raise SpecStateError(f"request_id must be a string with at least one character, got {request_id!r}")
@@ -122,10 +122,6 @@ class StateManager:
             raise SpecStateError(
                 f"sampling must be SamplingParams, not {type(sampling).__name__} (request {request_id!r})"
             )
-        if sampling.temperature != 0.0:
-            raise SpecStateError(
-                f"sampling.temperature = {sampling.temperature} is not built, greedy (0.0) is (request {request_id!r})"
-            )
         if request_id in self._requests:
             raise SpecStateError(f"request_id {request_id!r} is live already")
         if not self.can_admit():
@@ -137,7 +133,7 @@ class StateManager:
         handle = Handle(request_id, self._record_slots.allocate(), self._generation + 1)
         request = Request(handle, self._checkpoint_slots.allocate())
         try:
-            self._backend.admit(request.checkpoint_slot, handle.record_slot, handle.generation, sampling.end_token_ids)
+            self._backend.admit(request.checkpoint_slot, handle.record_slot, handle.generation, sampling.columns())
         except BaseException:  # the device's own, such as running out of memory
             self._record_slots.free(handle.record_slot)
             self._checkpoint_slots.free(request.checkpoint_slot)

@@ -1,36 +1,54 @@
 """How the next tokens are chosen: a request's sampling parameters, and what a step's ``sample`` returns."""
 
+import struct
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from specstate.layout import MAX_END_TOKENS
-from specstate.limits import INT32_MAX
+from specstate.kernels import rows as at
+from specstate.limits import INT32_MAX, MAX_TEMPERATURE, MIN_TEMPERATURE
 
 if TYPE_CHECKING:
     from specstate.step import Step
 
 
+_TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+
+
 class SamplingParams(BaseModel):
     """Given at admit. Raises pydantic's ``ValidationError`` (a ``ValueError``) naming field, value and limit.
 
-    Only greedy sampling (temperature 0) is built: any other temperature is refused by ``admit``.
+    Tokens are filtered by temperature, then top-k, then top-p of what top-k has left; where several tokens are as
+    likely as the last one kept, all of those are kept.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    """0: greedy."""
+    temperature: float = Field(default=0.0, ge=0.0, le=MAX_TEMPERATURE, allow_inf_nan=False)
+    """Logits are divided by it; 0: greedy."""
     top_k: int = Field(default=0, ge=0, le=INT32_MAX)
     """Keep the k likeliest tokens; 0 keeps all. Nothing changes under greedy sampling."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Keep the smallest set of likeliest tokens with this probability in all. Nothing changes under greedy sampling."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Of the request's random numbers."""
-    end_token_ids: tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...] = Field(default=(), max_length=MAX_END_TOKENS)
+    end_token_ids: tuple[_TokenId, ...] = Field(default=(), max_length=at.MAX_END_TOKENS)
     """A request finishes with the first of these that it accepts or samples."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _float32_knows_it(cls, temperature: float) -> float:
+        if 0.0 < temperature < MIN_TEMPERATURE:
+            raise ValueError(f"temperature = {temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+        return temperature
+
+    def columns(self) -> tuple[int, ...]:
+        """A line of the device's sampling table, int32 [SAMPLING_COLUMNS]; see kernels/rows.py."""
+        unused = (-1,) * (at.MAX_END_TOKENS - len(self.end_token_ids))
+        packed = struct.pack("<ffiq", self.temperature, self.top_p, self.top_k, self.seed)
+        return *struct.unpack("<5i", packed), *self.end_token_ids, *unused
 
 
 @dataclass(frozen=True, slots=True, eq=False)

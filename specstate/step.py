@@ -246,16 +246,23 @@ class Step:
     def sample(
         self, target_logits: torch.Tensor, draft_tokens: torch.Tensor, draft_probs: torch.Tensor | None = None
     ) -> SampleResult:
-        """Accepts drafts and picks the next token, greedily: the longest run of drafts that the target agrees with.
+        """Accepts drafts and draws the next token, so that the output is distributed as the target's own.
 
-        target_logits [tokens, vocab] float; draft_tokens [tokens] int32 or int64, the windows' ids laid out like qkv.
-        draft_probs is not read: a greedy target accepts its best token whatever the draft thought of it. A count is at
-        least min_accepted, also where an end token comes sooner: the row's tokens end with that token, its count does
-        not. Changes no state; end the step with the result, or with one of several. Raises SpecStateError for a wrong
-        shape, dtype or device, StepOrderError before all layers have verified.
+        Each row goes by the ``sampling`` that its request was admitted with; under temperature 0, the longest run of
+        drafts that are the target's best tokens is accepted. target_logits [tokens, vocab] float; draft_tokens [tokens]
+        int32 or int64, the windows' ids laid out like qkv. draft_probs [tokens, vocab] float32: line i is the
+        distribution that token i was drawn from, with numbers of other seeds than its request's (lines of first tokens
+        are not read). Without: a draft stands when it is the token that the target draws itself, which depends on no
+        draft and no window; a draft model of the same seed in a manager of its own agrees with it often.
+
+        Random numbers are a function of the request's seed and the token's position (kernels/philox.py): the same seed
+        gives the same tokens in any row, batch, graph and rank. A count is at least min_accepted, also where an end
+        token comes sooner: the row's tokens end with that token, its count does not. Changes no state; end the step
+        with the result, or with one of several. Raises SpecStateError for a wrong shape, dtype or device,
+        StepOrderError before all layers have verified.
         """
         self._check_all_verified("sample")
-        sampled = self._host.backend.sample(self._rows, target_logits, draft_tokens, self._where)
+        sampled = self._host.backend.sample(self._rows, target_logits, draft_tokens, draft_probs, self._where)
         self._samples.append(SampleResult(self, *sampled))
         return self._samples[-1]
 

@@ -8,6 +8,7 @@ import torch
 
 from specstate.config import StateConfig
 from specstate.errors import CapacityError, SpecStateError
+from specstate.kernels import rows as at
 from specstate.layout import TensorLayout, gib, tensor_layouts
 from specstate.validation import DTYPES, check_apart, check_own_memory, check_tensor, memory_span
 
@@ -51,7 +52,8 @@ class Storage:
         self.owns_checkpoints = views is None
         self.allocated_bytes = sum(tensor.untyped_storage().nbytes() for tensor in own.values())
         self.cursors = own["cursors"]
-        self.end_tokens = own["end_tokens"].fill_(-1)
+        self.sampling = own["sampling"]
+        self.sampling[:, at.END_TOKENS :] = -1
         self.counters = own["counters"]
         self.conv_output = own.get("conv_output")
         """[tokens, C] workspace: q|k|v after the conv of the windows at hand, shared by all layers."""

@@ -193,7 +193,7 @@ def fingerprint(manager: StateManager, *steps: Step) -> dict[str, Any]:
         held[f"step {step.index}"] = (flags, samples, rows, [column.tolist() for column in columns])
     if hasattr(backend, "storage"):
         storage = backend.storage
-        tensors = {"cursors": storage.cursors, "end_tokens": storage.end_tokens, "counter tensor": storage.counters}
+        tensors = {"cursors": storage.cursors, "sampling": storage.sampling, "counter tensor": storage.counters}
         for index, layer in enumerate(storage.layers):
             tensors |= {f"{name} of layer {index}": t for name, t in layer._asdict().items() if t is not None}
         held |= {name: raw_bytes(tensor) for name, tensor in tensors.items()}

@@ -1304,12 +1304,14 @@ def test_debug_finds_a_verify_that_writes_elsewhere(name: str, monkeypatch: pyte
     story.check()
 
 
-def test_end_tokens_belong_to_a_life() -> None:
+def test_sampling_parameters_belong_to_a_life() -> None:
     manager = make_manager()
-    a = manager.admit("a", SamplingParams(end_token_ids=(7, 9)))
-    table = storage_of(manager).end_tokens
-    assert table[a.record_slot].tolist() == [7, 9] + [-1] * 6
+    seed = 2**62 + 5
+    a = manager.admit("a", SamplingParams(temperature=0.5, top_k=3, top_p=0.25, seed=seed, end_token_ids=(7, 9)))
+    line, greedy = storage_of(manager).sampling[a.record_slot], [0, 0, 0, 0, 0] + [-1] * 8
+    assert line[:2].view(torch.float32).tolist() == [0.5, 0.25] and line[2] == 3
+    assert line[3:5].tolist() == [5, 2**30] and line[5:].tolist() == [7, 9] + [-1] * 6
     manager.release(a)
-    assert (table == -1).all()
-    manager.admit("b")
-    assert (table == -1).all()
+    assert line.tolist() == greedy
+    assert manager.admit("b").record_slot == a.record_slot
+    assert line[[0, 2, 3, 4]].tolist() == [0] * 4 and line[5:].tolist() == [-1] * 8

@@ -32,7 +32,7 @@ TYPES = [
 def allocations(manager: StateManager) -> dict[int, int]:
     """Bytes of every memory block behind the manager's tensors, by address; views of one block count once."""
     storage: Any = manager._backend.storage
-    once = (storage.cursors, storage.end_tokens, storage.counters, storage.conv_output)
+    once = (storage.cursors, storage.sampling, storage.counters, storage.conv_output)
     tensors = [tensor for tensor in once if tensor is not None]
     for layer in storage.layers:
         tensors += [tensor for tensor in layer if tensor is not None]
@@ -212,7 +212,7 @@ def test_tensors_start_clean() -> None:
     storage: Any = manager._backend.storage
     assert not storage.cursors.any()
     assert not storage.counters.any()
-    assert (storage.end_tokens == -1).all()
+    assert (storage.sampling[:, 5:] == -1).all() and not storage.sampling[:, :5].any()
     for layer in storage.layers:
         assert not any(tensor.any() for tensor in layer if tensor is not None)
 

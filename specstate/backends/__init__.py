@@ -76,8 +76,8 @@ class Backend(Protocol):
     path: str
     allocated_bytes: int
 
-    def admit(self, checkpoint_slot: int, record_row: int, generation: int, end_tokens: tuple[int, ...]) -> None:
-        """Zero state at position 0."""
+    def admit(self, checkpoint_slot: int, record_row: int, generation: int, sampling: tuple[int, ...]) -> None:
+        """Zero state at position 0; ``sampling`` is a line of the sampling table."""
         ...
 
     def load(self, checkpoint_slot: int, record_row: int, states: Any, committed_len: int) -> None:
@@ -108,7 +108,9 @@ class Backend(Protocol):
         """The caller's own records. Raises SpecStateError before changing anything."""
         ...
 
-    def sample(self, rows: Any, target_logits: Any, draft_tokens: Any, where: str) -> tuple[Any, Any, Any, Any]:
+    def sample(
+        self, rows: Any, target_logits: Any, draft_tokens: Any, draft_probs: Any, where: str
+    ) -> tuple[Any, Any, Any, Any]:
         """num_accepted, tokens, next_token and finished, in row order."""
         ...
 

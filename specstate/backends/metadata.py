@@ -69,7 +69,7 @@ class MetadataBackend:
 
     # -- slots
 
-    def admit(self, checkpoint_slot: int, record_row: int, generation: int, end_tokens: tuple[int, ...]) -> None:
+    def admit(self, checkpoint_slot: int, record_row: int, generation: int, sampling: tuple[int, ...]) -> None:
         self._generation[record_row] = generation
         self.load(checkpoint_slot, record_row, None, 0)
 
@@ -112,7 +112,7 @@ class MetadataBackend:
     def write_records(self, rows: MetadataRows, layer: int, records: LayerRecords, where: str) -> None:
         raise SpecStateError(f"write_records needs payloads, which backend 'metadata' does not hold{where}")
 
-    def sample(self, rows: MetadataRows, target_logits: Any, draft_tokens: Any, where: str) -> Any:
+    def sample(self, rows: MetadataRows, target_logits: Any, draft_tokens: Any, draft_probs: Any, where: str) -> Any:
         raise SpecStateError(f"sample needs logits; backend 'metadata' takes counts: step.defer(num_accepted){where}")
 
     def check_counts(self, name: str, values: Any, least_len: int, where: str) -> list[int]:

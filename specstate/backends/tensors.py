@@ -40,14 +40,13 @@ class TensorBackend:
     # -- slots
 
     @shielded
-    def admit(self, checkpoint_slot: int, record_row: int, generation: int, end_tokens: tuple[int, ...]) -> None:
+    def admit(self, checkpoint_slot: int, record_row: int, generation: int, sampling: tuple[int, ...]) -> None:
         for layer in self.storage.layers:
             layer.recurrent[checkpoint_slot].zero_()
             if layer.conv is not None and layer.conv_ring is not None:
                 layer.conv[checkpoint_slot].zero_()
                 layer.conv_ring[record_row].zero_()
-        padded = (*end_tokens, *[-1] * (self.storage.end_tokens.shape[1] - len(end_tokens)))
-        self.storage.end_tokens[record_row] = self._to_device(padded)
+        self.storage.sampling[record_row] = self._to_device(sampling)
         self.storage.cursors[record_row] = self._to_device([0, 0, generation, 0])
 
     @shielded
@@ -72,7 +71,8 @@ class TensorBackend:
     @shielded
     def release(self, record_row: int) -> None:
         self.storage.cursors[record_row].zero_()
-        self.storage.end_tokens[record_row].fill_(-1)
+        self.storage.sampling[record_row].zero_()
+        self.storage.sampling[record_row, at.END_TOKENS :].fill_(-1)
 
     # -- a step
 
@@ -173,7 +173,7 @@ class TensorBackend:
 
     @shielded
     def sample(
-        self, rows: StepTensors, target_logits: Any, draft_tokens: Any, where: str
+        self, rows: StepTensors, target_logits: Any, draft_tokens: Any, draft_probs: Any, where: str
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         floats = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
         check_tensor("target_logits", target_logits, (rows.num_tokens, None), floats, self.device, where)
@@ -181,7 +181,9 @@ class TensorBackend:
             raise SpecStateError(f"target_logits has an empty vocabulary{where}")
         integers = (torch.int64, torch.int32)
         check_tensor("draft_tokens", draft_tokens, (rows.num_tokens,), integers, self.device, where)
-        return self.kernels.greedy(rows, target_logits, draft_tokens)
+        if draft_probs is not None:
+            check_tensor("draft_probs", draft_probs, tuple(target_logits.shape), [torch.float32], self.device, where)
+        return self.kernels.sample(rows, target_logits, draft_tokens, draft_probs)
 
     def check_counts(self, name: str, values: Any, least_len: int, where: str) -> torch.Tensor:
         check_tensor(name, values, (None,), (torch.int32, torch.int64), self.device, where)

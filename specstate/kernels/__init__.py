@@ -80,7 +80,9 @@ class Kernels(Protocol):
         """Records of the caller's own: u [tokens, H, V], key and gate [tokens, H, K], conv_input [tokens, C]."""
         ...
 
-    def greedy(self, step: StepTensors, logits: torch.Tensor, draft_tokens: torch.Tensor) -> Sampled:
+    def sample(
+        self, step: StepTensors, logits: torch.Tensor, draft_tokens: torch.Tensor, draft_probs: torch.Tensor | None
+    ) -> Sampled:
         """num_accepted [rows], tokens [rows, T], next_token [rows] int32 and finished [rows] bool."""
         ...
 

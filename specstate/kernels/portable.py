@@ -15,12 +15,12 @@ from specstate.kernels import Sampled, cursors, reference
 from specstate.kernels import rows as at
 from specstate.kernels.arena import Allocator, TorchAllocator
 from specstate.kernels.cursors import StepTensors
+from specstate.kernels.sampler import accept, choose
 from specstate.kernels.supported import INTERPRETED, WINDOW_TILE, check_inner
 from specstate.kernels.table import AddressTable
 from specstate.kernels.triton_conv import conv_kernel
 from specstate.kernels.triton_cursor import advance_kernel, begin_kernel, refresh_kernel
 from specstate.kernels.triton_fold import fold_kernel
-from specstate.kernels.triton_greedy import accept_kernel, best_token_kernel
 from specstate.kernels.triton_records import conv_inputs_kernel, records_kernel
 from specstate.kernels.triton_verify import verify_kernel
 from specstate.layout import CONV_OUTPUT_TOKENS
@@ -91,8 +91,8 @@ class PortableKernels:
         u = zeros(1, spec.num_heads, spec.head_v_dim, dtype=torch.float32)
         self.write_records(step, 0, u, key, key, qkv if self._history else None)
         floats = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-        for logits, ids in product(floats, (torch.int32, torch.int64)):
-            self.greedy(step, zeros(1, 2, dtype=logits), zeros(1, dtype=ids))
+        for logits, ids, probs in product(floats, (torch.int32, torch.int64), (None, zeros(1, 2, dtype=torch.float32))):
+            self.sample(step, zeros(1, 2, dtype=logits), zeros(1, dtype=ids), probs)
         mask = zeros(1, dtype=torch.bool)
         folds: tuple[torch.Tensor | bool, ...] = (True, False, mask)
         for counts, fold, finished in product((torch.int32, torch.int64), folds, (None, mask)):
@@ -280,35 +280,12 @@ class PortableKernels:
                 BC=CHANNEL_TILE,
             )
 
-    def greedy(self, step: StepTensors, logits: torch.Tensor, draft_tokens: torch.Tensor) -> Sampled:
-        num_rows, num_tokens, longest = len(step.rows), len(step.positions), self.config.max_query_len
-        empty = step.allocator.empty
-        accepted, tokens, next_token = empty((num_rows,)), empty((num_rows, longest)), empty((num_rows,))
-        finished, best = empty((num_rows,), torch.bool), empty((num_tokens,))
-        if num_tokens:
-            if logits.stride(1) != 1:
-                logits = logits.contiguous()
-            best_token_kernel[(num_tokens,)](logits, logits.stride(0), best, logits.shape[1], BLOCK=1024)
-        if num_rows:
-            accept_kernel[(num_rows,)](
-                step.rows,
-                best,
-                draft_tokens,
-                draft_tokens.stride(0),
-                self.storage.cursors,
-                self.storage.end_tokens,
-                accepted,
-                tokens,
-                next_token,
-                finished,
-                longest,
-                ROW_COLUMNS=at.ROW_COLUMNS,
-                END_TOKENS=self.storage.end_tokens.shape[1],
-                BT=WINDOW_TILE,
-                PROMPT=at.PROMPT,
-                num_warps=1,
-            )
-        return accepted, tokens, next_token, finished
+    def sample(
+        self, step: StepTensors, logits: torch.Tensor, draft_tokens: torch.Tensor, draft_probs: torch.Tensor | None
+    ) -> Sampled:
+        storage, longest = self.storage, self.config.max_query_len
+        choice = choose(step, logits, draft_tokens, draft_probs, storage.sampling, longest)
+        return accept(step, choice, draft_tokens, storage.cursors, storage.sampling, longest)
 
     # -- cursors and folds
 

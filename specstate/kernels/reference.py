@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F
 
 from specstate.config import StateConfig
-from specstate.kernels import Sampled, cursors
+from specstate.kernels import Sampled, cursors, sampling
 from specstate.kernels import rows as at
 from specstate.kernels.arena import Allocator
 from specstate.kernels.cursors import StepTensors, Window
-from specstate.kernels.greedy import greedy
 from specstate.params import LayerParams
 from specstate.storage import LayerStorage, Storage
 
@@ -96,9 +95,12 @@ class ReferenceKernels:
     ) -> None:
         write_records(step, self.storage.layers[layer], u, key, gate, conv_input)
 
-    def greedy(self, step: StepTensors, logits: torch.Tensor, draft_tokens: torch.Tensor) -> Sampled:
-        storage = self.storage
-        return greedy(step, logits, draft_tokens, storage.cursors, storage.end_tokens, self.config.max_query_len)
+    def sample(
+        self, step: StepTensors, logits: torch.Tensor, draft_tokens: torch.Tensor, draft_probs: torch.Tensor | None
+    ) -> Sampled:
+        table, longest = self.storage.sampling, self.config.max_query_len
+        choice = sampling.choose(step, logits, draft_tokens, draft_probs, table)
+        return sampling.accept(step, choice, draft_tokens, self.storage.cursors, table, longest)
 
     def end(
         self, step: StepTensors, counts: torch.Tensor, fold: torch.Tensor | bool, finished: torch.Tensor | None

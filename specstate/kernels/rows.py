@@ -1,7 +1,8 @@
-"""The two int32 tables that host and kernels share: a step's row records, and the cursors of the record slots.
+"""The int32 tables that host and kernels share: a step's row records, and the cursors and sampling parameters of the
+record slots.
 
-Both hold lengths and slots, never addresses. A row record is a step's own copy, one line a row, so a step can be
-ended late whatever happened to the batch meanwhile. A cursor belongs to a record slot and to one writer: the cursor
+The first two hold lengths and slots, never addresses. A row record is a step's own copy, one line a row, so a step can
+be ended late whatever happened to the batch meanwhile. A cursor belongs to a record slot and to one writer: the cursor
 kernel (``advance`` in the reference).
 
 Positions are the ring cursors. The record of the token at position p lies in ring entry p mod R, its conv input in
@@ -37,6 +38,23 @@ CURSOR_PENDING_LEN = 1
 CURSOR_GENERATION = 2  # of the owner; 0: nobody's
 CURSOR_FINISHED = 3  # 1 once an end token was committed
 CURSOR_COLUMNS = 4
+
+#: End tokens that a request may have; the device table is this wide.
+MAX_END_TOKENS = 8
+
+# Columns of the sampling table, int32 [record rows, SAMPLING_COLUMNS]: the parameters given at admit.
+TEMPERATURE = 0  # bits of a float32; 0.0: greedy
+TOP_P = 1  # bits of a float32
+TOP_K = 2  # 0: all
+SEED_LOW = 3
+SEED_HIGH = 4
+END_TOKENS = 5  # MAX_END_TOKENS of them, -1 where unused
+SAMPLING_COLUMNS = END_TOKENS + MAX_END_TOKENS
+
+# What a random number is for: a word of its counter.
+DRAW_TARGET = 0  # the target's own token
+DRAW_ACCEPT = 1  # whether a draft with probabilities stands
+DRAW_RESIDUAL = 2  # the token in place of a draft that does not
 
 # Entries of the device counters, int64 [DEVICE_COUNTERS].
 COUNT_CLAMPS = 0  # accepted counts that lay outside [min_accepted, query_len]

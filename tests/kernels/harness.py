@@ -142,7 +142,7 @@ class Rig:
                 if mine is not None:
                     exact.copy_(mine.cpu())
         self.exact_storage.cursors.copy_(self.storage.cursors.cpu())
-        self.exact_storage.end_tokens.copy_(self.storage.end_tokens.cpu())
+        self.exact_storage.sampling.copy_(self.storage.sampling.cpu())
 
     def generation(self, row: int) -> int:
         return 10 + row

@@ -1,8 +1,10 @@
-"""Greedy acceptance against the reference: every length of agreement, end tokens, ties, vocabularies and strides."""
+"""Sampling against the reference: every length of agreement, end tokens, ties, filters, vocabularies and strides."""
 
 import pytest
 import torch
 
+from specstate import SamplingParams
+from specstate.kernels import rows as at
 from tests.kernels.harness import Rig, Row, small_config
 
 ROWS = [
@@ -19,18 +21,25 @@ ROWS = [
 NAMES = ("num_accepted", "tokens", "next_token", "finished")
 
 
-def make(device: str, ends: dict[int, list[int]] | None = None, rows: list[Row] = ROWS, window: int = 4) -> Rig:
+def make(device: str, end_tokens: dict[int, list[int]] | None = None, rows: list[Row] = ROWS, window: int = 4) -> Rig:
     rig = Rig(small_config(record_capacity=2 * window, max_query_len=window), rows, device)
-    for row, tokens in (ends or {}).items():
-        rig.storage.end_tokens[rig.record_row(row), : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+    for row, tokens in (end_tokens or {}).items():
+        ends = rig.storage.sampling[rig.record_row(row), at.END_TOKENS :]
+        ends[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
     rig.copy_to_exact()
     return rig
 
 
-def compare(rig: Rig, logits: torch.Tensor, drafts: torch.Tensor, pad: tuple[int, int] = (0, 0)) -> list[torch.Tensor]:
+def compare(
+    rig: Rig,
+    logits: torch.Tensor,
+    drafts: torch.Tensor,
+    pad: tuple[int, int] = (0, 0),
+    probs: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
     steps = rig.begin(*pad)
-    got = rig.kernels.greedy(steps[0], logits, drafts)
-    want = rig.exact.greedy(steps[1], logits.cpu(), drafts.cpu())
+    got = rig.kernels.sample(steps[0], logits, drafts, probs)
+    want = rig.exact.sample(steps[1], logits.cpu(), drafts.cpu(), None if probs is None else probs.cpu())
     for name, ours, theirs in zip(NAMES, got, want, strict=True):
         assert ours.dtype is theirs.dtype, name
         assert ours.tolist() == theirs.tolist(), name
@@ -56,6 +65,60 @@ def test_random_windows(vocab: int, device: str) -> None:
         got = compare(rig, *windows(rig, vocab, seed, extra=3), pad=(2, 3))
         accepted |= set(got[0].tolist())
     assert accepted == {0, 1, 2, 3, 4} or vocab < 4
+
+
+FILTERS = {
+    "temperature": {"temperature": 0.7},
+    "top-k": {"temperature": 1.0, "top_k": 5},
+    "top-k of 1": {"temperature": 2.0, "top_k": 1},
+    "top-p": {"temperature": 1.3, "top_p": 0.6},
+    "tiny top-p": {"temperature": 1.3, "top_p": 1e-50},
+    "top-k and top-p": {"temperature": 1.0, "top_k": 20, "top_p": 0.8},
+    "greedy": {},
+}
+
+
+@pytest.mark.parametrize("vocab", [3, 2500, pytest.param(163840, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("with_probs", [False, True], ids=["point mass", "probabilities"])
+def test_random_windows_with_noise(with_probs: bool, vocab: int, device: str) -> None:
+    """A row for each filter, every one with a seed of its own; drafts that the target likes."""
+    rig = make(device, rows=[*(Row(3 * i, i, 4) for i in range(len(FILTERS))), Row(5, 1, 3, kind="prompt")])
+    for row, changes in enumerate([*FILTERS.values(), {"temperature": 1.0}]):
+        line = SamplingParams(seed=2**63 - 1 - 2**31 * row, **changes).columns()
+        rig.storage.sampling[rig.record_row(row)] = torch.tensor(line, dtype=torch.int32)
+    rig.copy_to_exact()
+    accepted = set()
+    for seed in range(3):
+        logits, drafts = windows(rig, vocab, seed, extra=2)
+        probs = torch.softmax(3 * logits.roll(1, 0) + torch.randn_like(logits) / 8, -1) if with_probs else None
+        accepted |= set(compare(rig, 3 * logits, drafts, (1, 2), probs)[0].tolist())
+    assert {1, 2, 3} <= accepted
+
+
+def test_extreme_logits_with_noise(device: str) -> None:
+    """Infinities, a vocabulary of forbidden tokens, ties at the edge of top-k, drafts that are no tokens."""
+    rig = make(device, rows=[Row(query_len=4)])
+    rig.storage.sampling[rig.record_row(0)] = torch.tensor(SamplingParams(temperature=1e-6, top_k=2, seed=3).columns())
+    rig.copy_to_exact()
+    logits = torch.zeros(4, 1100)
+    logits[0] = -torch.inf
+    logits[0, 1090] = -5.0
+    logits[1, 7] = torch.inf
+    logits[2, [3, 1050, 1060]] = 1e30
+    logits[3] = -torch.inf
+    for drafts in ([0, 1090, 7, 1050], [0, -1, 2**40, 1100]):
+        given = torch.tensor(drafts).to(device)
+        tokens = compare(rig, logits.to(device), given)[1][0].tolist()
+        compare(rig, logits.to(device), given, probs=torch.full((4, 1100), 1 / 1100, device=device))
+        assert tokens[0] == 1090
+    # The three are as likely as the second: all are kept, and drawn.
+    drawn = set()
+    for seed in range(12):
+        line = SamplingParams(temperature=1.0, top_k=2, seed=seed).columns()
+        rig.storage.sampling[rig.record_row(0)] = torch.tensor(line, dtype=torch.int32)
+        rig.copy_to_exact()
+        drawn.add(int(compare(rig, logits[[2, 2, 2, 2]].to(device), given)[2]))
+    assert drawn == {3, 1050, 1060}
 
 
 @pytest.mark.parametrize("ends", [1, 3, 8])
@@ -126,7 +189,7 @@ def test_without_tokens(device: str) -> None:
     ours, theirs = rig.begin_staged(staged, 1, 0, 0)
     logits, drafts = torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)
     got, want = (
-        rig.kernels.greedy(ours, logits.to(device), drafts.to(device)),
-        rig.exact.greedy(theirs, logits, drafts),
+        rig.kernels.sample(ours, logits.to(device), drafts.to(device), None),
+        rig.exact.sample(theirs, logits, drafts, None),
     )
     assert [tensor.tolist() for tensor in got] == [tensor.tolist() for tensor in want]
