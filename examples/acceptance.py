@@ -1,6 +1,6 @@
 """How many tokens a window yields, and how fast: counts of a run, and their mean over all held-out prompts.
 
-python examples/acceptance.py                        # 24 prompts x 256 bytes, windows of 8
+python examples/acceptance.py --drafter model        # 24 prompts x 256 bytes, windows of 8
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from decode import Generation, Listener, decode, make_manager
-from drafter import NgramDrafter
+from drafter import KINDS, drafter_maker
 from model import load_model
 from prompts import load_prompts
 
@@ -69,6 +69,7 @@ class Statistics(Listener):
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a line a prompt and the mean over all windows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafter", choices=KINDS, default="ngram")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--max-bytes", type=int, default=256)
     parser.add_argument("--window", type=int, default=8)
@@ -79,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, prompts = load_model(folder / "weights"), load_prompts(folder)[: options.prompts]
     everything = Statistics()
     manager = make_manager(model, len(prompts), options.window, options.policy)
-    decode(model, manager, [prompt for _, prompt in prompts], options.max_bytes, NgramDrafter, everything)
+    drafter = drafter_maker(options.drafter, folder / "weights")(manager)
+    decode(model, manager, [prompt for _, prompt in prompts], options.max_bytes, drafter, everything)
     for index, counts in sorted(everything.yields.items()):
         print(f"{sum(counts) / len(counts):5.2f}  {index:2} {prompts[index][0]}")
     print(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -20,16 +19,7 @@ from specstate import (
     StateManager,
     StepMetadata,
 )
-
-
-class Drafter(Protocol):
-    """What the loop asks of a drafter; `drafter.NgramDrafter` is one."""
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Appends tokens to the text that drafts continue."""
-
-    def propose(self, n: int) -> list[int]:
-        """At most `n` drafts."""
+from specstate.sampling import HostSample
 
 
 @dataclass(eq=False)
@@ -43,11 +33,40 @@ class Generation:
     handle: Handle | None = None
     committed_len: int = 0
     """Tokens in the manager's state; the next window begins with the one after them."""
-    drafter: Drafter | None = None
+
+    @property
+    def is_in_prompt(self) -> bool:
+        """Some of the prompt is not in the state yet."""
+        return self.committed_len < self.prompt_len
 
     @property
     def output(self) -> bytes:
         return bytes(self.tokens[self.prompt_len :])
+
+
+class Drafter:
+    """Drafts for all running requests at once; this one has no drafts. `drafter.py` names those that do."""
+
+    state_bytes = 0
+    """What a manager of the drafter's own keeps for a request."""
+
+    def admit(self, request: Generation, sampling: SamplingParams | None) -> None:
+        """The request enters, with its prompt in `request.tokens`."""
+
+    def propose(self, requests: Sequence[Generation], rooms: Sequence[int]) -> list[list[int]]:
+        """Drafts that go on after `request.tokens`, for each request at most as many as it has room for."""
+        return [[] for _ in requests]
+
+    def observe(
+        self, requests: Sequence[Generation], metadata: StepMetadata, tokens: torch.Tensor, sampled: HostSample
+    ) -> None:
+        """The target has verified a window of every request: `tokens`, one window after another, as `metadata` says.
+
+        What it accepted is in the first rows of `sampled`, and not in `request.tokens` yet.
+        """
+
+    def release(self, request: Generation) -> None:
+        """The request leaves."""
 
 
 class Listener:
@@ -107,7 +126,7 @@ def decode(
     manager: StateManager,
     prompts: Sequence[bytes],
     max_bytes: int,
-    make_drafter: Callable[[], Drafter] | None = None,
+    drafter: Drafter | None = None,
     listener: Listener | None = None,
     sampling: SamplingParams | None = None,
     run: Callable[[Model, StateManager, StepMetadata, torch.Tensor], HostCopy] = run_step,
@@ -115,12 +134,12 @@ def decode(
     """Greedily continues every prompt by at most `max_bytes` bytes; requests enter as slots fall free, leave when done.
 
     A prompt enters the state in "prompt" rows, the last of which samples the first byte of output. From there on a
-    window is the last byte, with drafts behind it where `make_drafter` is given. A request ends after `max_bytes`, or
+    window is the last byte, with the drafts of `drafter` behind it. A request ends after `max_bytes`, or
     with the first of `sampling.end_token_ids`, which is kept. Prompts must hold at least one byte. `run` does one step:
     `graph_decode.py` has one that replays a CUDA graph.
     """
     device, longest = model.embedding.device, manager.config.max_query_len
-    listener = listener or Listener()
+    drafter, listener = drafter or Drafter(), listener or Listener()
     requests = [Generation(i, list(prompt), len(prompt)) for i, prompt in enumerate(prompts)]
     waiting, running = deque(requests), list[Generation]()
 
@@ -128,42 +147,38 @@ def decode(
         while waiting and manager.can_admit():
             request = waiting.popleft()
             request.handle = manager.admit(str(request.index), sampling)
-            if make_drafter is not None:
-                request.drafter = make_drafter()
-                request.drafter.extend(request.tokens)
+            drafter.admit(request, sampling)
             running.append(request)
 
+        generating = [request for request in running if not request.is_in_prompt]
+        remaining = [request.prompt_len + max_bytes - len(request.tokens) for request in generating]
+        rooms = [min(longest, n) - 1 for n in remaining]  # a window yields one token more than the drafts it accepts
+        drafts = dict(zip(generating, drafter.propose(generating, rooms), strict=True))
         windows, kinds = [], []
         for request in running:
             unread = request.tokens[request.committed_len :]
-            if request.committed_len < request.prompt_len:
-                windows.append(unread[:longest])
-                kinds.append("prompt")
-            else:
-                remaining = request.prompt_len + max_bytes - len(request.tokens)
-                room = min(longest, remaining) - 1  # a window yields one token more than the drafts it accepts
-                windows.append(unread + (request.drafter.propose(room) if request.drafter and room else []))
-                kinds.append("decode")
+            windows.append(unread[:longest] if request.is_in_prompt else unread + drafts[request])
+            kinds.append("prompt" if request.is_in_prompt else "decode")
 
         handles = tuple(request.handle for request in running)
         lengths = tuple(len(window) for window in windows)
         metadata = StepMetadata(handles=handles, query_lens=lengths, row_kinds=tuple(kinds))
         tokens = torch.tensor([token for window in windows for token in window], device=device)
         sampled = run(model, manager, metadata, tokens).wait()
+        drafter.observe(running, metadata, tokens, sampled)
         columns = (column.tolist() for column in (sampled.num_accepted, sampled.tokens, sampled.finished))
         # A padded step has more rows than requests.
         for request, num_accepted, row, finished in zip(list(running), *columns, strict=False):
             request.committed_len += num_accepted
-            if request.committed_len < request.prompt_len:
+            if request.is_in_prompt:
                 continue  # what a part of a prompt samples means nothing, an end token neither
             new = [token for token in row if token >= 0]
             request.tokens += new
-            if request.drafter is not None:
-                request.drafter.extend(new)
             listener.on_output(request, new)
             if finished or len(request.tokens) - request.prompt_len >= max_bytes:
                 listener.on_done(request)
                 manager.release(request.handle)
+                drafter.release(request)
                 running.remove(request)
 
     return requests

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from acceptance import Statistics
-from decode import Generation, decode, make_manager
-from drafter import NgramDrafter
+from decode import Drafter, Generation, decode, make_manager
+from drafter import KINDS, drafter_maker
 from model import Model, load_model
 from prompts import load_prompts
-from specstate import plan_bytes
 from specstate.cli import error_text
 
 FOLDER = Path(__file__).parent
@@ -46,7 +45,8 @@ def find_prompt(which: str) -> tuple[str, bytes]:
 def run(options: argparse.Namespace) -> int:
     """`specstate demo`: 0, 1 when the two outputs differ, 2 with a line on stderr for bad input.
 
-    options: json, policy, window, max_bytes, prompt (index or path, as text), dtype ("float32" or "float64").
+    options: json, drafter ("ngram" or "model"), policy, window, max_bytes, prompt (index or path, as text), dtype
+    ("float32" or "float64").
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # matrices this small gain nothing from a second thread
@@ -63,19 +63,20 @@ def _run(options: argparse.Namespace) -> int:
     if options.max_bytes < 2:
         raise ValueError(f"--max-bytes {options.max_bytes} must be 2 or more: the prompt's own forward gives the first")
     name, prompt = find_prompt(options.prompt)
-    model = load_model(FOLDER / "weights", getattr(torch, options.dtype))
-    plan = plan_bytes(make_manager(model, 1, options.window, options.policy).config)
-    decode(model, make_manager(model, 1, options.window, options.policy), [prompt[-16:]], 8)  # warms up
+    weights, dtype = FOLDER / "weights", getattr(torch, options.dtype)
+    model = load_model(weights, dtype)
+    manager = make_manager(model, 1, options.window, options.policy)
+    drafter = drafter_maker(options.drafter, weights, dtype)(manager)
+    decode(model, manager, [prompt[-16:]], 8, drafter)  # warms up
 
     runs: list[tuple[bytes, Statistics]] = []
     if not options.json:
         print(f"--- prompt: {name}\n{prompt.decode(errors='replace')}")
-    for title, make_drafter in (("without speculation", None), ("with speculation", NgramDrafter)):
+    for title, drafts_of in (("without speculation", Drafter()), ("with speculation", drafter)):
         if not options.json:
             print(f"\n--- {title}")
-        manager = make_manager(model, 1, options.window, options.policy)
         statistics = Statistics() if options.json else ShownStatistics()
-        (request,) = decode(model, manager, [prompt], options.max_bytes, make_drafter, statistics)
+        (request,) = decode(model, manager, [prompt], options.max_bytes, drafts_of, statistics)
         runs.append((request.output, statistics))
     (plain_output, plain), (output, ours) = runs
 
@@ -86,8 +87,10 @@ def _run(options: argparse.Namespace) -> int:
         "target_forwards_per_token": ours.forwards_per_token,
         "tokens_per_second": ours.tokens_per_second,
         "plain_tokens_per_second": plain.tokens_per_second,
-        "state_bytes": plan.bytes_per_request,
-        "snapshot_bytes": plan.snapshot_bytes_per_request,
+        "state_bytes": manager.plan.bytes_per_request,
+        "snapshot_bytes": manager.plan.snapshot_bytes_per_request,
+        "drafter": options.drafter,
+        "drafter_state_bytes": drafter.state_bytes,
     }
     if options.json:
         print(json.dumps(report))
@@ -118,8 +121,10 @@ def _table(report: dict[str, Any], options: argparse.Namespace, model: Model) ->
         ("target forwards per token", f"{report['target_forwards_per_token']:.2f} (plain: 1.00)"),
         ("tokens per second", f"{report['tokens_per_second']:.0f} (plain: {report['plain_tokens_per_second']:.0f})"),
         ("state memory per request", f"{ours:.0f} KiB (a snapshot per token: {snapshots:.0f} KiB)"),
+        ("the drafter's own", f"{report['drafter_state_bytes'] / 1024:.0f} KiB"),
     ]
-    title = f"{model.num_parameters():,} parameters, {options.dtype}, policy {options.policy}, window {options.window}"
+    how = f"{options.dtype}, policy {options.policy}, window {options.window}, drafter {options.drafter}"
+    title = f"{model.num_parameters():,} parameters, {how}"
     return "\n".join([f"--- {title}", *(f"{label:40} {value}" for label, value in rows)])
 
 
@@ -127,6 +132,7 @@ def main() -> int:
     """The same from the command line, without the package's own entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--drafter", choices=KINDS, default="ngram", help="who drafts (default: ngram)")
     parser.add_argument("--policy", choices=("eager", "deferred", "ring"), default="ring")
     parser.add_argument("--window", type=int, default=8, help="tokens verified in a step")
     parser.add_argument("--max-bytes", type=int, default=256)

@@ -1,44 +1,31 @@
-"""Drafts by looking up what followed the last bytes before (prompt look-up), with no second model."""
+"""The kinds of drafters, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from decode import Drafter, make_manager
+from model import load_model
+from model_drafter import ModelDrafter
+from ngram_drafter import NgramDrafter
+from specstate import StateManager
+
+KINDS = ("ngram", "model")
+MakeDrafter = Callable[[StateManager], Drafter]
+"""Makes a drafter for the requests of a target's manager."""
 
 
-class NgramDrafter:
-    """Proposes continuations of one growing text from its own past.
+def drafter_maker(kind: str, weights: Path, dtype: torch.dtype = torch.float32) -> MakeDrafter:
+    """Of "ngram" or "model". The draft model is read from `weights / "drafter"`, once for all drafters, to a CPU."""
+    if kind == "ngram":
+        return lambda target: NgramDrafter()
+    model = load_model(weights / "drafter", dtype)
 
-    The byte after the longest known suffix, of at most `max_order` and at least `min_order` tokens, is proposed;
-    the most recent occurrence wins. Each proposed token joins the suffix for the next one, so a draft may leave the
-    passage that it began in. Appending a token and proposing one cost O(max_order), whatever the length of the text.
-    """
+    def make(target: StateManager) -> ModelDrafter:
+        config = target.config
+        return ModelDrafter(model, make_manager(model, config.max_requests, config.max_query_len, config.fold_policy))
 
-    def __init__(self, tokens: Iterable[int] = (), max_order: int = 16, min_order: int = 1) -> None:
-        if not 1 <= min_order <= max_order:
-            raise ValueError(f"min_order = {min_order} must be within 1..max_order = {max_order}")
-        self.orders = range(max_order, min_order - 1, -1)
-        self._suffix: tuple[int, ...] = ()
-        self._followers: dict[tuple[int, ...], int] = {}
-        self.extend(tokens)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Appends tokens to the text: the prompt at first, then what each window accepted."""
-        suffix = self._suffix
-        for token in tokens:
-            for order in self.orders:
-                if order <= len(suffix):
-                    self._followers[suffix[-order:]] = token
-            suffix = (*suffix, token)[-self.orders.start :]
-        self._suffix = suffix
-
-    def propose(self, n: int) -> list[int]:
-        """At most `n` draft tokens; fewer where no suffix has occurred before."""
-        suffix, drafts = self._suffix, []
-        while len(drafts) < n:
-            keys = (suffix[-order:] for order in self.orders if order <= len(suffix))
-            token = next((self._followers[key] for key in keys if key in self._followers), None)
-            if token is None:
-                break
-            drafts.append(token)
-            suffix = (*suffix, token)[-self.orders.start :]
-        return drafts
+    return make

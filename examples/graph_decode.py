@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from acceptance import Statistics
-from decode import decode, make_manager
-from drafter import NgramDrafter
+from decode import Drafter, decode, make_manager
 from lossless import TIE, compare, plain_decode
 from model import Model, load_model
+from ngram_drafter import NgramDrafter
 from prompts import load_prompts
 from specstate import HostCopy, StateManager, StepMetadata
 
@@ -68,28 +68,28 @@ def main() -> int:
     plain = plain_decode(model, prompts, options.max_bytes)
     failed = False
     for title, run in (("by hand", None), ("by graph", CapturedStep)):
-        report = compare(model, plain, options.policy, len(prompts), options.window, "triton", run)
+        report = compare(model, plain, options.policy, len(prompts), options.window, "triton", make_run=run)
         failed |= report.failed(torch.float32)
         print(
             f"{title}: {report.mismatches} mismatches, {report.ties} ties (gaps below {TIE:g}), state error "
-            f"{report.largest_state_error:.1e}"
+            f"{report.target_error:.1e}"
         )
     print(f"tokens per second of {len(prompts)} requests, decode windows alone:")
-    for title, window, drafter in (("plain", 1, None), ("with speculation", options.window, NgramDrafter)):
+    for title, window, drafter in (("plain", 1, Drafter), ("with speculation", options.window, NgramDrafter)):
         for way, run in (("by hand", None), ("by graph", CapturedStep)):
             print(f"  {title:17} {way:9} {speed(model, prompts, options.max_bytes, window, drafter, run):8.0f}")
     return 1 if failed else 0
 
 
 def speed(
-    model: Model, prompts: list[bytes], max_bytes: int, window: int, drafter: type | None, run: type | None
+    model: Model, prompts: list[bytes], max_bytes: int, window: int, drafter: type[Drafter], run: type | None
 ) -> float:
     """Tokens per second of the second of two runs."""
     manager = make_manager(model, len(prompts), window, "ring", "triton")
     step = {} if run is None else {"run": run(model, manager)}
     for _ in range(2):
         statistics = Statistics()
-        decode(model, manager, prompts, max_bytes, drafter, statistics, **step)
+        decode(model, manager, prompts, max_bytes, drafter(), statistics, **step)
     return statistics.tokens_per_second
 
 

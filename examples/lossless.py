@@ -1,10 +1,11 @@
-"""Shows that speculative decoding changes nothing: greedy output and state against a plain decode.
+"""Shows that speculative decoding changes nothing: greedy output and states against a plain decode.
 
-    python examples/lossless.py                          # 20 prompts x 512 bytes, windows 1..8, three fold policies
+    python examples/lossless.py          # 20 prompts x 512 bytes, both drafters, windows 1..8, three fold policies
 
 "Plain" is a loop over single tokens on `recurrence.SerialMixer`, which shares no code with the library. Where its two
 best logits lie closer than `TIE`, either may be chosen: such a difference is counted as a tie, and the comparison goes
-on from the plain text. Anything else that differs ends the script with exit code 1.
+on from the plain text. Anything else that differs ends the script with exit code 1. A draft model's state, which its
+own manager rolls back, is compared like the target's.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from acceptance import Statistics
-from decode import Generation, decode, make_manager, run_step
-from drafter import NgramDrafter
+from decode import Drafter, Generation, decode, make_manager, run_step
+from drafter import KINDS, MakeDrafter, drafter_maker
 from model import Model, load_model
+from model_drafter import ModelDrafter
+from ngram_drafter import NgramDrafter
 from prompts import load_prompts
 from recurrence import SerialMixer
-from specstate import HostCopy, StateManager
+from specstate import Handle, HostCopy, StateManager
 
 TIE = 1e-4
 STATE_ERROR_LIMIT = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -48,13 +52,16 @@ class Report:
 
     ties: int = 0
     mismatches: int = 0
-    largest_state_error: float = 0.0
+    target_error: float = 0.0
+    drafter_error: float = 0.0
+    """Largest errors of an end state, as in `EndStates`."""
     statistics: Statistics | None = None
     """Of the run over the whole prompts."""
 
     def failed(self, dtype: torch.dtype) -> bool:
         """Whether outputs or states differ by more than the dtype allows; NaN counts as different."""
-        return self.mismatches > 0 or not self.largest_state_error < STATE_ERROR_LIMIT[dtype]
+        errors = (self.target_error, self.drafter_error)
+        return self.mismatches > 0 or not all(error < STATE_ERROR_LIMIT[dtype] for error in errors)
 
 
 def plain_decode(model: Model, prompts: Sequence[bytes], max_bytes: int) -> Plain:
@@ -89,6 +96,7 @@ def compare(
     batch: int,
     window: int,
     backend: str = "reference",
+    make_drafter: MakeDrafter = lambda target: NgramDrafter(),
     make_run: Callable[[Model, StateManager], Callable[..., HostCopy]] | None = None,
 ) -> Report:
     """Decodes the prompts of `plain` speculatively, `batch` at a time, and compares every byte and every end state.
@@ -99,6 +107,7 @@ def compare(
     prompts_left = {i: (prompt, 0) for i, prompt in enumerate(prompts)}  # index: (prompt, output bytes it contains)
     while prompts_left:
         manager = make_manager(model, batch, window, policy, backend)
+        drafter = make_drafter(manager)
         run = run_step if make_run is None else make_run(model, manager)
         length = plain.gaps.shape[1]
         rest = list(prompts_left.items())
@@ -106,13 +115,12 @@ def compare(
         # Requests of one call share max_bytes; what a tie cut short runs on its own.
         for group in [rest] if len(rest) == len(prompts) else [[item] for item in rest]:
             done = group[0][1][1]
-            states = EndStates(manager)
-            requests = decode(model, manager, [p for _, (p, _) in group], length - done, NgramDrafter, states, run=run)
+            states = EndStates(model, manager, drafter)
+            requests = decode(model, manager, [p for _, (p, _) in group], length - done, drafter, states, run=run)
             report.statistics = report.statistics or states
+            report.target_error = max(report.target_error, states.target_error, key=_nan_is_largest)
+            report.drafter_error = max(report.drafter_error, states.drafter_error, key=_nan_is_largest)
             for (i, _), request in zip(group, requests, strict=True):
-                committed = bytes(request.tokens[: request.committed_len])
-                error = _state_error(states.states[request.index], scratch_states(model, committed))
-                report.largest_state_error = max(report.largest_state_error, error, key=_nan_is_largest)
                 wanted = plain.outputs[i][done:]
                 differs = [at for at, (a, b) in enumerate(zip(request.output, wanted, strict=True)) if a != b]
                 if not differs:
@@ -128,23 +136,30 @@ def compare(
 
 
 class EndStates(Statistics):
-    """Keeps the state that every request ends with."""
+    """Compares every state that a request ends with, the target's and a draft model's, with `scratch_states`."""
 
-    def __init__(self, manager: StateManager) -> None:
+    def __init__(self, model: Model, manager: StateManager, drafter: Drafter) -> None:
         super().__init__()
-        self.manager = manager
-        self.states: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """By request, layer by layer."""
+        self.model, self.manager, self.drafter = model, manager, drafter
+        self.target_error = self.drafter_error = 0.0
+        """The largest of all requests, layers, and recurrent and conv states, relative to the state's norm."""
 
     def on_done(self, request: Generation) -> None:
-        layers = range(self.manager.config.num_layers)
-        self.states[request.index] = [self.manager.read(request.handle, layer) for layer in layers]
+        committed = bytes(request.tokens[: request.committed_len])
+        error = _state_error(self.model, self.manager, request.handle, committed)
+        self.target_error = max(self.target_error, error, key=_nan_is_largest)
+        if isinstance(self.drafter, ModelDrafter):
+            own = self.drafter
+            error = _state_error(own.model, own.manager, own.handles[request], committed)
+            self.drafter_error = max(self.drafter_error, error, key=_nan_is_largest)
 
 
-def _state_error(states: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor, Tensor]]) -> float:
-    """Largest error of a layer's recurrent or conv state, relative to that state's norm."""
-    pairs = [pair for got, want in zip(states, expected, strict=True) for pair in zip(got, want, strict=True)]
-    return max((float((got - want).norm() / want.norm()) for got, want in pairs), key=_nan_is_largest)
+def _state_error(model: Model, manager: StateManager, handle: Handle, committed: bytes) -> float:
+    errors = []
+    for layer, expected in enumerate(scratch_states(model, committed)):
+        for got, want in zip(manager.read(handle, layer), expected, strict=True):
+            errors.append(float((got - want).norm() / want.norm()))
+    return max(errors, key=_nan_is_largest)
 
 
 def _nan_is_largest(error: float) -> float:
@@ -158,6 +173,7 @@ def main() -> int:
     parser.add_argument("--max-bytes", type=int, default=512)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--windows", type=int, nargs="+", default=range(1, 9))
+    parser.add_argument("--drafters", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--policies", nargs="+", default=("eager", "deferred", "ring"))
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     options = parser.parse_args()
@@ -167,18 +183,18 @@ def main() -> int:
     prompts = [prompt for _, prompt in load_prompts(folder)[: options.prompts]]
     plain = plain_decode(model, prompts, options.max_bytes)
     print(f"plain: {len(prompts)} prompts x {options.max_bytes} bytes, smallest gap {plain.gaps.min():.1e}", flush=True)
+    makers = {kind: drafter_maker(kind, folder / "weights", dtype) for kind in options.drafters}
     ties = failures = 0
-    for policy in options.policies:
-        for window in options.windows:
-            report = compare(model, plain, policy, options.batch, window)
-            ties += report.ties
-            failures += report.failed(dtype)
-            print(
-                f"{policy:8} window {window}: {report.mismatches} mismatches, {report.ties} ties, "
-                f"mean acceptance {report.statistics.mean_acceptance_length:.2f}, "
-                f"state error {report.largest_state_error:.1e}",
-                flush=True,
-            )
+    for kind, policy, window in product(options.drafters, options.policies, options.windows):
+        report = compare(model, plain, policy, options.batch, window, make_drafter=makers[kind])
+        ties += report.ties
+        failures += report.failed(dtype)
+        print(
+            f"{kind:5} {policy:8} window {window}: {report.mismatches} mismatches, {report.ties} ties, "
+            f"mean acceptance {report.statistics.mean_acceptance_length:.2f}, "
+            f"state error {report.target_error:.1e}, the drafter's {report.drafter_error:.1e}",
+            flush=True,
+        )
     verdict = "DIFFERENT" if failures else "equal"
     print(f"{verdict}: {ties} ties, {failures} cells failed, {time.monotonic() - began:.0f} s")
     return 1 if failures else 0

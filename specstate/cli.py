@@ -135,6 +135,7 @@ def _planned_model(options: argparse.Namespace) -> Preset:
 def _add_demo(commands: Any) -> None:
     demo = _add_command(commands, "demo", run_demo, "decode a prompt with and without speculation, and compare the two")
     demo.add_argument("--examples", metavar="DIR", help="the examples/ folder of a checkout (default: look for it)")
+    demo.add_argument("--drafter", choices=("ngram", "model"), default="ngram", help="who drafts (default: ngram)")
     demo.add_argument("--policy", choices=get_args(FoldPolicy), default="ring", help="fold policy (default: ring)")
     demo.add_argument("--window", type=_count, default=8, metavar="T", help="tokens verified in a step (default: 8)")
     demo.add_argument("--max-bytes", type=_count, default=256, metavar="N", help="bytes to decode (default: 256)")

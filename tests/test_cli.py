@@ -144,7 +144,7 @@ import neighbour
 
 def run(options):
     o = options
-    print(o.json, o.policy, o.window, o.max_bytes, o.prompt, o.dtype, neighbour.NAME)
+    print(o.json, o.drafter, o.policy, o.window, o.max_bytes, o.prompt, o.dtype, neighbour.NAME)
     return 1 if o.prompt == "bad" else 0
 """
 
@@ -166,10 +166,10 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_demo_runs_the_examples_with_its_options(capsys: pytest.CaptureFixture[str], examples: Path) -> None:
     assert main(["demo", "--examples", str(examples)]) == 0
-    assert capsys.readouterr().out == "False ring 8 256 9 float32 beside\n"
-    options = "--json --policy eager --window 4 --max-bytes 9 --prompt bad --dtype float64".split()
+    assert capsys.readouterr().out == "False ngram ring 8 256 9 float32 beside\n"
+    options = "--json --drafter model --policy eager --window 4 --max-bytes 9 --prompt bad --dtype float64".split()
     assert main(["demo", "--examples", str(examples), *options]) == CHECK_FAILED
-    assert capsys.readouterr().out == "True eager 4 9 bad float64 beside\n"
+    assert capsys.readouterr().out == "True model eager 4 9 bad float64 beside\n"
 
 
 def test_demo_looks_beside_the_package_then_here(

@@ -9,10 +9,12 @@ import pytest
 
 import demo
 
+from .conftest import EXAMPLES
+
 
 def options(**changes: Any) -> argparse.Namespace:
-    values = {"json": True, "policy": "ring", "window": 8, "max_bytes": 24, "prompt": "0", "dtype": "float32"}
-    return argparse.Namespace(**(values | changes))
+    values = {"json": True, "drafter": "ngram", "policy": "ring", "window": 8, "max_bytes": 24, "prompt": "0"}
+    return argparse.Namespace(**(values | {"dtype": "float32"} | changes))
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,12 +31,47 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         "plain_tokens_per_second",
         "state_bytes",
         "snapshot_bytes",
+        "drafter",
+        "drafter_state_bytes",
     }
     assert report["outputs_equal"] is True
     assert 1 <= report["mean_acceptance_length"] <= 8
     assert report["mean_acceptance_length"] == pytest.approx(1 + sum(report["acceptance_per_position"]))
     assert len(report["acceptance_per_position"]) == 7
     assert 0 < report["state_bytes"] < report["snapshot_bytes"]
+    assert (report["drafter"], report["drafter_state_bytes"]) == ("ngram", 0)
+
+
+@pytest.fixture
+def folder(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The demo's folder, with a draft model of random weights."""
+    (tmp_path / "prompts.json").symlink_to(demo.FOLDER / "prompts.json")
+    (tmp_path / "weights").symlink_to(weights)
+    monkeypatch.setattr(demo, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def test_draft_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.run(options()) == 0
+    with_ngrams = json.loads(capsys.readouterr().out)
+    assert demo.run(options(drafter="model")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["outputs_equal"] is True
+    assert report["drafter"] == "model"
+    assert 0 < report["drafter_state_bytes"] < report["state_bytes"] == with_ngrams["state_bytes"]
+
+    assert demo.run(options(drafter="model", json=False)) == 0
+    assert "drafter model" in capsys.readouterr().out
+
+
+def test_missing_draft_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "weights").unlink()
+    (folder / "weights").mkdir()
+    for name in ("model.json", "model.safetensors"):
+        (folder / "weights" / name).symlink_to(EXAMPLES / "weights" / name)
+    assert demo.run(options(drafter="model")) == 2
+    printed = capsys.readouterr()
+    assert "drafter/model.json" in printed.err and printed.err.count("\n") == 1
 
 
 def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

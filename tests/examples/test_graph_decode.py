@@ -20,7 +20,7 @@ def test_greedy_output_is_the_plain_output(prompts: list[bytes], policy: str, gr
     model: Any = load_model(EXAMPLES / "weights", device="cuda")
     plain = plain_decode(model, [prompt[:64] for prompt in prompts[:3]], 128)
     # A batch of two, so that the third prompt enters when one of them leaves.
-    report = compare(model, plain, policy, 2, 8, "triton", CapturedStep if graph else None)
+    report = compare(model, plain, policy, 2, 8, "triton", make_run=CapturedStep if graph else None)
     assert not report.failed(torch.float32), report
 
 

@@ -10,9 +10,9 @@ import torch
 
 from acceptance import Statistics, main
 from decode import Generation, decode, make_manager
-from drafter import NgramDrafter
 from lossless import Plain, Report, compare, plain_decode
 from model import load_model
+from ngram_drafter import NgramDrafter
 from specstate import SamplingParams
 
 from .conftest import EXAMPLES
@@ -69,7 +69,7 @@ def test_float64_has_no_ties(float64: tuple[Any, Plain], policy: str) -> None:
 def test_mean_acceptance_length(model: Any, prompts: list[bytes]) -> None:
     """Window 8, eight whole held-out prompts, the bonus token counted."""
     manager, statistics = make_manager(model, 8, 8, "ring"), Statistics()
-    decode(model, manager, prompts[:8], MAX_BYTES, NgramDrafter, statistics)
+    decode(model, manager, prompts[:8], MAX_BYTES, NgramDrafter(), statistics)
     assert statistics.mean_acceptance_length >= 2.5
     assert manager.num_requests == 0
 
@@ -89,8 +89,8 @@ class Collected(Statistics):
 
 
 def test_text_is_streamed_and_counted(model: Any, prompts: list[bytes]) -> None:
-    heard = Collected()
-    requests = decode(model, make_manager(model, 2, 4, "eager"), [p[:9] for p in prompts[:3]], 20, NgramDrafter, heard)
+    heard, manager = Collected(), make_manager(model, 2, 4, "eager")
+    requests = decode(model, manager, [prompt[:9] for prompt in prompts[:3]], 20, NgramDrafter(), heard)
     for request in requests:
         assert heard.pieces[request.index] == request.output
         assert len(request.output) == 1 + sum(heard.yields[request.index]) == 20
@@ -106,9 +106,9 @@ def test_text_is_streamed_and_counted(model: Any, prompts: list[bytes]) -> None:
 def test_a_request_ends_with_its_end_token(model: Any, prompts: list[bytes], policy: str) -> None:
     """Whether it is sampled or an accepted draft; what was sampled inside a prompt does not end it."""
     few, end = [prompt[:96] for prompt in prompts[:5]], b"\n"
-    whole = decode(model, make_manager(model, 2, 8, policy), few, 80, NgramDrafter)
+    whole = decode(model, make_manager(model, 2, 8, policy), few, 80, NgramDrafter())
     sampling = SamplingParams(end_token_ids=(end[0],))
-    cut_short = decode(model, make_manager(model, 2, 8, policy), few, 80, NgramDrafter, sampling=sampling)
+    cut_short = decode(model, make_manager(model, 2, 8, policy), few, 80, NgramDrafter(), sampling=sampling)
     for request, reference in zip(cut_short, whole, strict=True):
         assert request.output == reference.output[: reference.output.find(end) + 1] or end not in reference.output
     assert any(len(request.output) < 80 for request in cut_short)
@@ -145,7 +145,8 @@ def test_a_tie_is_counted_and_the_comparison_goes_on(model: Any, prompts: list[b
 
 
 def test_a_wrong_state_is_a_failure() -> None:
-    assert not Report(largest_state_error=9e-6).failed(torch.float32)
-    assert Report(largest_state_error=2e-5).failed(torch.float32)
-    assert Report(largest_state_error=9e-6).failed(torch.float64)
-    assert Report(largest_state_error=float("nan")).failed(torch.float32)
+    assert not Report(target_error=9e-6).failed(torch.float32)
+    assert Report(target_error=2e-5).failed(torch.float32)
+    assert Report(target_error=9e-6).failed(torch.float64)
+    assert Report(target_error=float("nan")).failed(torch.float32)
+    assert Report(drafter_error=2e-5).failed(torch.float32)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter import NgramDrafter
+from ngram_drafter import NgramTable
 
 texts = st.lists(st.integers(0, 3), max_size=40)
 
@@ -29,32 +29,33 @@ def search(text: list[int], n: int, max_order: int, min_order: int) -> list[int]
 
 @given(text=texts, n=st.integers(0, 7), min_order=st.integers(1, 3), more=st.integers(0, 4))
 def test_propose_follows_the_longest_suffix(text: list[int], n: int, min_order: int, more: int) -> None:
-    drafter = NgramDrafter(text, max_order=min_order + more, min_order=min_order)
-    assert drafter.propose(n) == search(text, n, min_order + more, min_order)
+    table = NgramTable(text, max_order=min_order + more, min_order=min_order)
+    assert table.propose(n) == search(text, n, min_order + more, min_order)
 
 
 @given(text=texts, cut=st.integers(0, 40))
 def test_text_may_come_in_pieces(text: list[int], cut: int) -> None:
-    drafter = NgramDrafter(text[:cut])
-    drafter.propose(3)
-    drafter.extend(text[cut:])
-    assert drafter.propose(7) == NgramDrafter(text).propose(7)
+    table = NgramTable(text[:cut])
+    table.propose(3)
+    table.extend(text[cut:])
+    assert table.num_tokens == len(text)
+    assert table.propose(7) == NgramTable(text).propose(7)
 
 
 def test_nothing_known_nothing_proposed() -> None:
-    assert NgramDrafter().propose(7) == []
-    assert NgramDrafter([1, 2, 3]).propose(7) == []
+    assert NgramTable().propose(7) == []
+    assert NgramTable([1, 2, 3]).propose(7) == []
 
 
 def test_draft_runs_on_past_the_end_of_the_text() -> None:
-    assert NgramDrafter(b"ababab").propose(5) == list(b"ababa")
+    assert NgramTable(b"ababab").propose(5) == list(b"ababa")
 
 
 def test_most_recent_follower_wins() -> None:
-    assert NgramDrafter(b"ab1 ab2 ab", max_order=2).propose(1) == list(b"2")
+    assert NgramTable(b"ab1 ab2 ab", max_order=2).propose(1) == list(b"2")
 
 
 @pytest.mark.parametrize(("max_order", "min_order"), [(2, 3), (2, 0)])
 def test_orders_are_checked(max_order: int, min_order: int) -> None:
     with pytest.raises(ValueError, match=f"min_order = {min_order}"):
-        NgramDrafter(max_order=max_order, min_order=min_order)
+        NgramTable(max_order=max_order, min_order=min_order)
