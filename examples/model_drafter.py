@@ -38,7 +38,8 @@ class ModelDrafter(Drafter):
     def admit(self, request: Generation, sampling: SamplingParams | None) -> None:
         # Drafts are sampled as the target samples. Only the target says where a text ends: a request that had met an
         # end token would sample nothing more.
-        sampling = sampling and sampling.model_copy(update={"end_token_ids": ()})
+        if sampling is not None:
+            sampling = sampling.model_copy(update={"end_token_ids": ()})
         self.handles[request] = self.manager.admit(str(request.index), sampling)
 
     def propose(self, requests: Sequence[Generation], rooms: Sequence[int]) -> list[list[int]]:

@@ -42,9 +42,9 @@ DECAY_FROM = 0.2
 MUON_LR, MUON_DECAY, ADAM_LR = 0.02, 0.1, 4e-3
 
 WEIGHTS = Path(__file__).parent / "weights"
-# Heads are those of the target, so that its kernels need no second tuning. A convolution this long is the only look
-# at several bytes at once that a single layer has.
-DRAFTER = ModelConfig(d_model=384, num_layers=1, conv_kernel_size=8, mlp_hidden=768)
+# One layer of the target's sizes, whose kernels need no second tuning then. In a single layer the convolution is the
+# only look at several bytes at once, so it is longer.
+DRAFTER = ModelConfig(num_layers=1, conv_kernel_size=8)
 # Bytes of a passage that the target continues for the drafter, and how many of them come from the corpus.
 PASSAGE_LEN, PASSAGE_PROMPT_LEN = 512, 192
 
