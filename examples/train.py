@@ -42,9 +42,8 @@ DECAY_FROM = 0.2
 MUON_LR, MUON_DECAY, ADAM_LR = 0.02, 0.1, 4e-3
 
 WEIGHTS = Path(__file__).parent / "weights"
-# One layer of the target's sizes, whose kernels need no second tuning then. In a single layer the convolution is the
-# only look at several bytes at once, so it is longer.
-DRAFTER = ModelConfig(num_layers=1, conv_kernel_size=8)
+# One layer of the target's sizes, whose kernels need no second tuning then.
+DRAFTER = ModelConfig(num_layers=1)
 # Bytes of a passage that the target continues for the drafter, and how many of them come from the corpus.
 PASSAGE_LEN, PASSAGE_PROMPT_LEN = 512, 192
 
