@@ -1,26 +1,29 @@
 """From a step's metadata to the columns that a backend gets: which rows own what, padded to the device's size."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError, StepOrderError
 from specstate.kernels import rows as at
 from specstate.limits import MAX_POSITION, MAX_STEP_SIZE
-from specstate.metadata import StepMetadata
+from specstate.metadata import Handle, StepMetadata
 from specstate.requests import Request, RequestTable
 
 _ROW_KINDS = {"decode": at.DECODE, "prompt": at.PROMPT, "dummy": at.DUMMY}
 
 
 class Batch(NamedTuple):
-    """The host's columns of a step, padded rows included. Dummy and padded rows: checkpoint slot 0, record row -1."""
+    """The host's columns of a step, padded rows included."""
 
+    handles: list[Handle | None]
+    """Whose row it is; None for dummy and padded rows, which own nothing."""
     checkpoint_slots: list[int]
-    record_rows: list[int]
+    """0 for rows that own nothing."""
     query_lens: list[int]
-    generations: list[int]
     min_accepted: list[int]
-    batch_index: list[int]
+    batch_index: list[int] | None
+    """None: entry i is row i's."""
     row_kinds: list[int]
     num_tokens: int
     """Padding included."""
@@ -28,10 +31,29 @@ class Batch(NamedTuple):
 
 def find_requests(metadata: StepMetadata, table: RequestTable, config: StateConfig, where: str) -> list[Request | None]:
     """The live request of every row, None for dummy rows. Raises whatever refuses the step, see ``begin_step``."""
+    requests = table.find(metadata.handles)
+    longest = max(metadata.query_lens, default=0)
+    # A column at a time; only a step that is refused is looked at row by row, for words about the row.
+    if requests is None or longest > config.max_query_len or not _may_step(requests, longest, config):
+        _check_rows(metadata, table, config, where)
+        requests = [None if handle is None else table.of(handle) for handle in metadata.handles]
+    return requests
+
+
+def _may_step(requests: list[Request | None], longest: int, config: StateConfig) -> bool:
+    """Whether the requests are no more than fit, each there once, in no open step, and far from the last position."""
+    live = [request for request in requests if request is not None]
+    latest = MAX_POSITION - longest
+    return len(live) == len(set(live)) <= config.max_requests and not [
+        request for request in live if request.open_step is not None or request.most_committed > latest
+    ]
+
+
+def _check_rows(metadata: StepMetadata, table: RequestTable, config: StateConfig, where: str) -> None:
+    """Raises for the first row that refuses the step, if any does."""
     num_live = sum(handle is not None for handle in metadata.handles)
     if num_live > config.max_requests:
         raise SpecStateError(f"handles has {num_live} live rows, max_requests = {config.max_requests}{where}")
-    requests: list[Request | None] = []
     row_of: dict[str, int] = {}
     for row, (handle, query_len) in enumerate(zip(metadata.handles, metadata.query_lens, strict=True)):
         if query_len > config.max_query_len:
@@ -39,7 +61,6 @@ def find_requests(metadata: StepMetadata, table: RequestTable, config: StateConf
                 f"query_lens[{row}] = {query_len} exceeds max_query_len = {config.max_query_len}{where}"
             )
         if handle is None:
-            requests.append(None)
             continue
         request = table.of(handle, f"handles[{row}]", where)
         name = f"handles[{row}]: request {handle.request_id!r}"
@@ -52,8 +73,6 @@ def find_requests(metadata: StepMetadata, table: RequestTable, config: StateConf
                 f"{name} may stand at {request.most_committed}, query_lens[{row}] = {query_len} could lead past "
                 f"{MAX_POSITION}; committed_len waits for the device and says where it stands{where}"
             )
-        requests.append(request)
-    return requests
 
 
 def padded_shape(metadata: StepMetadata, pad_to: object, where: str) -> tuple[int, int]:
@@ -72,19 +91,22 @@ def padded_shape(metadata: StepMetadata, pad_to: object, where: str) -> tuple[in
 
 def step_batch(metadata: StepMetadata, requests: list[Request | None], shape: tuple[int, int]) -> Batch:
     """The columns of a step. Dummy and padded rows own nothing, and no caller-made entry is read for them."""
-    query_lens = metadata.query_lens
-    kinds = metadata.row_kinds or ("decode",) * len(query_lens)
-    least = metadata.least_accepted
-    entries = metadata.batch_index or range(len(query_lens))
-    zeros = [0] * (shape[0] - len(requests))
+    kinds, padding = metadata.row_kinds, shape[0] - len(requests)
+    zeros = [0] * padding
+    least: Sequence[int] = metadata.least_accepted
+    entries: Sequence[int] | None = metadata.batch_index
+    if not all(requests):
+        least = [0 if r is None else n for r, n in zip(requests, least, strict=True)]
+        if entries is not None:
+            entries = [0 if r is None else entry for r, entry in zip(requests, entries, strict=True)]
     return Batch(
+        handles=[*metadata.handles, *[None] * padding],
         checkpoint_slots=[0 if r is None else r.checkpoint_slot for r in requests] + zeros,
-        record_rows=[-1 if r is None else r.handle.record_slot for r in requests] + [-1] * len(zeros),
-        query_lens=[*query_lens, *zeros],
-        generations=[0 if r is None else r.handle.generation for r in requests] + zeros,
-        min_accepted=[0 if r is None else n for r, n in zip(requests, least, strict=True)] + zeros,
-        batch_index=[0 if r is None else entry for r, entry in zip(requests, entries, strict=True)] + zeros,
-        row_kinds=[_ROW_KINDS[kind] for kind in kinds] + [at.DUMMY] * len(zeros),
+        query_lens=[*metadata.query_lens, *zeros],
+        min_accepted=[*least, *zeros],
+        batch_index=None if entries is None else [*entries, *zeros],
+        row_kinds=([at.DECODE] * len(requests) if kinds is None else [_ROW_KINDS[kind] for kind in kinds])
+        + [at.DUMMY] * padding,
         num_tokens=shape[1],
     )
 
@@ -93,12 +115,11 @@ def flush_batch(requests: list[Request]) -> Batch:
     """Rows without tokens, for a flush outside of any step."""
     zeros = [0] * len(requests)
     return Batch(
+        handles=[request.handle for request in requests],
         checkpoint_slots=[request.checkpoint_slot for request in requests],
-        record_rows=[request.handle.record_slot for request in requests],
         query_lens=zeros,
-        generations=[request.handle.generation for request in requests],
         min_accepted=zeros,
-        batch_index=zeros,
+        batch_index=None,
         row_kinds=[at.DUMMY] * len(requests),
         num_tokens=0,
     )

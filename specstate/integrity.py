@@ -1,10 +1,11 @@
-"""The rules of ownership as checks: slots, owners, cursors, payloads. They read the device and wait for it."""
+"""The rules of ownership as checks: slots, owners, cursors, payloads, counts. They read the device and wait for it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from specstate.backends import Backend
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
+from specstate.metadata import StepMetadata
 from specstate.requests import Request
 from specstate.slots import SlotPool
 
@@ -44,3 +45,24 @@ def check_payloads(backend: Backend, requests: Iterable[Request]) -> None:
     # Between the verifies of a step the layers stand at different positions.
     settled = [r for r in requests if r.open_step is None or not r.open_step.between_verifies]
     backend.check_integrity({r.handle.record_slot: (r.checkpoint_slot, r.folded_by_verify) for r in settled})
+
+
+def check_counts(
+    backend: Backend,
+    metadata: StepMetadata,
+    requests: Sequence[Request | None],
+    counts: Sequence[int],
+    name: str,
+    where: str,
+) -> None:
+    """Accepted counts, by row, are within bounds; the end of a finished request's window is not read."""
+    for row, (request, least) in enumerate(zip(requests, metadata.least_accepted, strict=True)):
+        if request is None:
+            continue
+        if backend.cursor(request.handle.record_slot).finished and not metadata.is_prompt(row):
+            continue
+        query_len = metadata.query_lens[row]
+        if not least <= counts[row] <= query_len:
+            raise SpecStateError(
+                f"{name} = {counts[row]} of row {row} is outside {least}..query_lens[{row}] = {query_len}{where}"
+            )

@@ -66,8 +66,13 @@ class StepMetadata(BaseModel):
     @property
     def num_entries(self) -> int:
         """Entries that caller-made counts and masks must have: one more than the largest that a live row reads."""
-        entries = self.batch_index or range(len(self.handles))
-        return 1 + max((entry for entry, h in zip(entries, self.handles, strict=True) if h is not None), default=-1)
+        if self.batch_index is None:
+            num_rows = len(self.handles)
+            while num_rows and self.handles[num_rows - 1] is None:
+                num_rows -= 1
+            return num_rows
+        pairs = zip(self.batch_index, self.handles, strict=True)
+        return 1 + max([entry for entry, handle in pairs if handle is not None], default=-1)
 
     def is_prompt(self, row: int) -> bool:
         """Whether ``row`` feeds a prompt."""
@@ -80,7 +85,8 @@ class StepMetadata(BaseModel):
             column = getattr(self, name)
             if column is not None and len(column) != rows:
                 raise ValueError(f"{name} has {len(column)} entries, handles has {rows}")
-        if self.row_kinds is not None or None in self.handles:
+        # A handle is always true; `None in handles` would ask each whether it equals None.
+        if self.row_kinds is not None or not all(self.handles):
             self._check_kinds()
         if self.min_accepted is not None:
             self._check_min_accepted(self.min_accepted)
@@ -100,25 +106,24 @@ class StepMetadata(BaseModel):
                 raise ValueError(f"handles[{row}] = {handle} must be {wants}")
 
     def _check_min_accepted(self, min_accepted: tuple[int, ...]) -> None:
-        for row, (least, query_len) in enumerate(zip(min_accepted, self.query_lens, strict=True)):
-            if self.handles[row] is None:
+        kinds = self.row_kinds or ("decode",) * len(self.handles)
+        for row, (kind, least, query_len) in enumerate(zip(kinds, min_accepted, self.query_lens, strict=True)):
+            if kind == "dummy":
                 continue
             if not 1 <= least <= query_len:
                 raise ValueError(f"min_accepted[{row}] = {least} is outside 1..query_lens[{row}] = {query_len}")
-            if self.row_kinds is not None and self.row_kinds[row] == "prompt" and least != query_len:
+            if kind == "prompt" and least != query_len:
                 raise ValueError(
                     f"min_accepted[{row}] = {least} must be query_lens[{row}] = {query_len} for a prompt row"
                 )
 
     def _check_batch_index(self, batch_index: tuple[int, ...]) -> None:
         taken: dict[int, int] = {}
-        for row, entry in enumerate(batch_index):
-            if self.handles[row] is None:
+        for row, (handle, entry) in enumerate(zip(self.handles, batch_index, strict=True)):
+            if handle is None:
                 continue
-            if entry < 0:
-                raise ValueError(f"batch_index[{row}] = {entry} is negative")
-            if entry >= MAX_STEP_SIZE:
-                raise ValueError(f"batch_index[{row}] = {entry} must be below {MAX_STEP_SIZE}")
-            if entry in taken:
+            if not 0 <= entry < MAX_STEP_SIZE:
+                limit = "is negative" if entry < 0 else f"must be below {MAX_STEP_SIZE}"
+                raise ValueError(f"batch_index[{row}] = {entry} {limit}")
+            if taken.setdefault(entry, row) != row:
                 raise ValueError(f"batch_index[{row}] = {entry} is also that of row {taken[entry]}")
-            taken[entry] = row

@@ -52,6 +52,16 @@ class RequestTable:
     def remove(self, request: Request) -> None:
         del self._by_id[request.handle.request_id]
 
+    def find(self, handles: Sequence[Handle | None]) -> list[Request | None] | None:
+        """The live request of every handle, None for None; None for all of them where ``of`` would refuse one."""
+        by_id = self._by_id
+        try:
+            requests = [None if handle is None else by_id[handle.request_id] for handle in handles]
+        except (KeyError, AttributeError, TypeError):  # not live, or no Handle
+            return None
+        # The very handles that admit returned are the same without a look into them.
+        return requests if [request and request.handle for request in requests] == [*handles] else None
+
     def all_of(self, handles: object) -> list[Request]:
         """The live requests of a sequence of handles; raises as ``of``, naming the entry."""
         if not isinstance(handles, Sequence):

@@ -15,6 +15,7 @@ import torch
 from specstate.backends import Backend, LayerInputs, LayerRecords
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError, StepOrderError
+from specstate.integrity import check_counts
 from specstate.metadata import StepMetadata
 from specstate.requests import Request
 from specstate.sampling import SampleResult
@@ -68,7 +69,6 @@ class Step:
         self._rows = rows
         self._capture = capture  # while the step waits for its replay
         self._requests = requests  # by row; None for dummy rows and, from then on, released requests
-        self._least_len = metadata.num_entries
         self._num_released = 0
         self._verified = [False] * host.config.num_layers
         self._num_written = 0
@@ -214,7 +214,13 @@ class Step:
         """
         self._check_open("replayed", waiting=True)
         if self._host.backend.path == "metadata":
-            self._mark_all_verified(what)
+            if what != "verify":
+                raise SpecStateError(f"replayed({what!r}): backend 'metadata' takes 'verify'{self._where}")
+            if self.num_verified:
+                raise StepOrderError(
+                    f"replayed('verify'): {self.num_verified} layers have verified already{self._where}"
+                )
+            self._mark_all_verified()
             return
         capture = self._capture
         if capture is None or capture.recorded is None:
@@ -226,22 +232,13 @@ class Step:
                 f"{self._where}"
             )
         self._capture = capture.occupant = None
-        self._verified = [True] * len(self._verified)
-        self._record_progress()
+        self._mark_all_verified()
         if what != "verify":
             self._finish(what, **recorded._end_fields)
             return
         # The next replay writes over the captured rows and sample; this step may end after it.
         self._rows = self._rows.copy()
         self._samples = [sample.copy_for(self) for sample in recorded._samples]
-
-    def _mark_all_verified(self, what: str) -> None:
-        if what != "verify":
-            raise SpecStateError(f"replayed({what!r}): backend 'metadata' takes 'verify'{self._where}")
-        if self.num_verified:
-            raise StepOrderError(f"replayed('verify'): {self.num_verified} layers have verified already{self._where}")
-        self._verified = [True] * len(self._verified)
-        self._record_progress()
 
     def sample(
         self, target_logits: torch.Tensor, draft_tokens: torch.Tensor, draft_probs: torch.Tensor | None = None
@@ -294,7 +291,9 @@ class Step:
             self._capture.occupant = None
         elif self.num_verified:
             self._host.backend.cancel(self._rows, [i for i, done in enumerate(self._verified) if not done])
-        self._close("cancel")
+        self._ended_by = "cancel"
+        for request in self._live_requests():
+            request.open_step = None
         self._record("cancel")
 
     # -- for the manager
@@ -343,17 +342,21 @@ class Step:
 
     def _check_all_verified(self, verb: str) -> None:
         self._check_open(verb)
-        missing = [layer for layer, done in enumerate(self._verified) if not done]
-        if missing:
+        if not all(self._verified):
+            missing = [layer for layer, done in enumerate(self._verified) if not done]
             raise StepOrderError(f"{verb}: layers {missing} of {len(self._verified)} have not verified{self._where}")
 
     def _mark_verified(self, layer: int) -> None:
         self._verified[layer] = True
         self._record_progress()
 
+    def _mark_all_verified(self) -> None:
+        self._verified = [True] * len(self._verified)
+        self._record_progress()
+
     def _end(self, verb: str, num_accepted: Any, eager: Any, finished: Any) -> None:
         self._check_all_verified(verb)
-        backend, rows, least_len, where = self._host.backend, self._rows, self._least_len, self._where
+        backend, rows, least_len, where = self._host.backend, self._rows, self.metadata.num_entries, self._where
         num_entries, sample = None, self._own_sample(verb, num_accepted)
         if sample is not None and isinstance(num_accepted, SampleResult):
             counts = sample.num_accepted
@@ -369,7 +372,8 @@ class Step:
             # In place: by_row has copied the caller's mask, and a capture allocates nothing.
             finished = sample.finished if finished is None else finished.logical_or_(sample.finished)
         if self._host.check is not None:
-            self._check_counts(verb, [int(count) for count in counts])
+            counted = [int(count) for count in counts]
+            check_counts(backend, self.metadata, self._requests, counted, f"{verb}: num_accepted", where)
             self._host.check(self._requests)
         backend.end(rows, counts, True if verb == "commit" else eager, finished)
         self.num_entries = num_entries
@@ -377,12 +381,15 @@ class Step:
 
     def _finish(self, verb: str, **fields: Any) -> None:
         """The device has ended the step, or will in stream order: the host follows."""
+        self._end_fields = fields
+        self._host.dropped_ends.count += self._num_released
+        self._ended_by = verb
+        may_be_pending = not (verb == "commit" or self._host.config.folds_at_end)
         for request, query_len in zip(self._requests, self.metadata.query_lens, strict=True):
             if request is not None:
-                request.may_be_pending = not (verb == "commit" or self._host.config.folds_at_end)
+                request.open_step = None
+                request.may_be_pending = may_be_pending
                 request.most_committed += query_len
-        self._end_fields = fields
-        self._close(verb)
         self._record(verb, **fields)
 
     def _own_sample(self, verb: str, given: Any) -> SampleResult | None:
@@ -397,27 +404,6 @@ class Step:
         if isinstance(given, SampleResult):
             raise SpecStateError(f"{verb}: num_accepted is the sample of step {given.step.index}{self._where}")
         return None
-
-    def _check_counts(self, verb: str, counts: list[int]) -> None:
-        """Rule 5 under debug: a count out of range is an error. The end of a finished request's window is not read."""
-        for row, (request, least) in enumerate(zip(self._requests, self.metadata.least_accepted, strict=True)):
-            if request is None:
-                continue
-            if self._host.backend.cursor(request.handle.record_slot).finished and not self.metadata.is_prompt(row):
-                continue
-            query_len = self.metadata.query_lens[row]
-            if not least <= counts[row] <= query_len:
-                raise SpecStateError(
-                    f"{verb}: num_accepted = {counts[row]} of row {row} is outside {least}..query_lens[{row}] = "
-                    f"{query_len}{self._where}"
-                )
-
-    def _close(self, verb: str) -> None:
-        self._ended_by = verb
-        for request in self._live_requests():
-            request.open_step = None
-        if verb != "cancel":
-            self._host.dropped_ends.count += self._num_released
 
     def _record(self, kind: str, **fields: Any) -> None:
         if self._host.recorder is not None:

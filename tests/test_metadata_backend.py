@@ -285,3 +285,24 @@ def test_metadata_holds_no_tensors() -> None:
     assert [step.verify(layer) for layer in range(NUM_LAYERS)] == [None, None]
     step.commit((2,))
     assert manager.committed_len(handle) == 2
+
+
+def test_a_released_prompt_row_wakes_no_finished_request() -> None:
+    """Rows that own nothing stand still in every later step, whatever a row of theirs once was."""
+    both = Both(debug=False)
+    a, _ = both.call("admit", "a")
+    steps = both.call("begin_step", StepMetadata(handles=(a,), query_lens=(2,), row_kinds=("prompt",)))
+    verify_all(steps[0], make_inputs(both.config, 2, seed=0))
+    steps[1].replayed("verify")
+    both.call("release", a)
+    agree(lambda: steps[0].defer(torch.tensor([2])), lambda: steps[1].defer([2]))
+    both.check()
+    metadata = StepMetadata(handles=(None,), query_lens=(3,), row_kinds=("dummy",))
+    for _ in range(2):
+        steps = both.call("begin_step", metadata, (3, 5))
+        same_columns(steps)
+        assert steps[1].committed_lens.tolist() == [0, 0, 0]
+        verify_all(steps[0], make_inputs(both.config, 5, seed=0))
+        steps[1].replayed("verify")
+        agree(lambda s=steps: s[0].commit(torch.tensor([1])), lambda s=steps: s[1].commit([1]))
+        both.check()

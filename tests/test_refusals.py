@@ -1310,3 +1310,40 @@ def test_backend_metadata_refuses_the_rest_too() -> None:
     refused(lambda: manager.load(handle, [], 3), SpecStateError, ("states", "None", "metadata"))
     refused(lambda: manager.admit("a"), SpecStateError, ("request_id", "'a'"))
     assert manager.committed_len(handle) == 3
+
+
+class _NoHandle:
+    def __init__(self) -> None:
+        self.request_id = ["unhashable"]
+
+
+@pytest.mark.parametrize("foreign", ["a", 0, _NoHandle()], ids=["an id", "a slot", "another class"])
+def test_begin_step_refuses_a_handle_of_another_type(foreign: Any) -> None:
+    """Metadata that was never validated may hold anything."""
+    manager = make_manager()
+    handle = manager.admit("a")
+    before = fingerprint(manager)
+    metadata = StepMetadata.model_construct(handles=(handle, foreign), query_lens=(1, 1))
+    with pytest.raises(SpecStateError, match=r"handles\[1\] must be a Handle from admit, not .* \(step 0\)"):
+        manager.begin_step(metadata)
+    assert fingerprint(manager) == before
+
+
+def test_a_handle_may_be_a_copy() -> None:
+    manager = make_manager()
+    handle = manager.admit("a")
+    copy = Handle(handle.request_id, handle.record_slot, handle.generation)
+    step = manager.begin_step(StepMetadata(handles=(copy,), query_lens=(1,)))
+    assert step.record_slots.tolist() == [handle.record_slot]
+
+
+def test_positions_are_bounded_by_each_row_s_own_window() -> None:
+    """The longest window of a step says nothing about the row that stands furthest."""
+    manager = make_manager()
+    a, b = manager.admit("a"), manager.admit("b")
+    request = next(iter(manager._requests))
+    request.most_committed = MAX_POSITION - 1
+    step = manager.begin_step(StepMetadata(handles=(a, b), query_lens=(1, 4)))
+    step.cancel()
+    with pytest.raises(SpecStateError, match=r"handles\[0\]: request 'a' may stand at .* query_lens\[0\] = 2"):
+        manager.begin_step(StepMetadata(handles=(a, b), query_lens=(2, 1)))

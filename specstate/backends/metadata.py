@@ -15,19 +15,29 @@ from specstate.batch import Batch
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
 from specstate.kernels import rows as at
+from specstate.limits import INT32_MAX
+
+
+@dataclass(slots=True)
+class MetadataCursor:
+    """Where one life of a request stands. A row that comes late moves what nobody reads any more."""
+
+    generation: int
+    checkpoint_len: int = 0
+    committed_len: int = 0
+    finished: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class MetadataRows:
-    """A step's own copy of its rows, in columns."""
+    """A step's own copy of its rows, in columns, those of its batch among them."""
 
     batch: Batch
-    checkpoint_slots_list: list[int]
-    record_rows: list[int]
-    checkpoint_lens: list[int]
-    pending_lens: list[int]
-    fold_lens: list[int]
+    cursors: list[MetadataCursor]
+    """Those of the rows' owners; for rows that own nothing one that is nobody's."""
     committed: list[int]
+    fold_lens: list[int]
+    """Empty when verify folds nothing."""
 
     @property
     def query_start_loc(self) -> torch.Tensor:
@@ -45,11 +55,12 @@ class MetadataRows:
 
     @property
     def checkpoint_slots(self) -> torch.Tensor:
-        return torch.tensor(self.checkpoint_slots_list, dtype=torch.int32, device="cpu")
+        return torch.tensor(self.batch.checkpoint_slots, dtype=torch.int32, device="cpu")
 
     @property
     def record_slots(self) -> torch.Tensor:
-        return torch.tensor(self.record_rows, dtype=torch.int32, device="cpu")
+        slots = [-1 if handle is None else handle.record_slot for handle in self.batch.handles]
+        return torch.tensor(slots, dtype=torch.int32, device="cpu")
 
 
 class MetadataBackend:
@@ -60,49 +71,44 @@ class MetadataBackend:
 
     def __init__(self, config: StateConfig) -> None:
         self.config = config
-        slots = config.max_requests
-        self._checkpoint_len = [0] * slots
-        self._pending_len = [0] * slots
-        self._generation = [0] * slots
-        self._finished = [False] * slots
-        self._clamps = self._dropped = self._wasted = 0
+        self._cursors = [MetadataCursor(0) for _ in range(config.max_requests)]
+        # Stands where it is: windows of a finished request accept nothing.
+        self._nobody = MetadataCursor(0, finished=True)
+        self._clamps = self._wasted = 0
 
     # -- slots
 
     def admit(self, checkpoint_slot: int, record_row: int, generation: int, sampling: tuple[int, ...]) -> None:
-        self._generation[record_row] = generation
-        self.load(checkpoint_slot, record_row, None, 0)
+        self._cursors[record_row] = MetadataCursor(generation)
 
     def load(self, checkpoint_slot: int, record_row: int, states: Any, committed_len: int) -> None:
         if states is not None:
             raise SpecStateError("states must be None on backend 'metadata', which holds no payloads")
-        self._checkpoint_len[record_row] = committed_len
-        self._pending_len[record_row] = 0
-        self._finished[record_row] = False
+        cursor = self._cursors[record_row]
+        cursor.checkpoint_len, cursor.committed_len, cursor.finished = committed_len, committed_len, False
 
     def release(self, record_row: int) -> None:
-        self.load(0, record_row, None, 0)
-        self._generation[record_row] = 0
+        self._cursors[record_row] = MetadataCursor(0)
 
     # -- a step
 
     def begin(self, batch: Batch, where: str) -> MetadataRows:
-        zeros = [0] * len(batch.record_rows)
-        rows = MetadataRows(batch, list(batch.checkpoint_slots), list(batch.record_rows), zeros, zeros, zeros, zeros)
+        table, nobody = self._cursors, self._nobody
+        cursors = [nobody if owner is None else table[owner.record_slot] for owner in batch.handles]
+        rows = MetadataRows(batch, cursors, [cursor.committed_len for cursor in cursors], [])
         self.refresh(rows)
-        rows.committed = [start + n for start, n in zip(rows.checkpoint_lens, rows.pending_lens, strict=True)]
         return rows
 
     def refresh(self, rows: MetadataRows) -> None:
-        owned = [self._owns(rows, row) for row in range(len(rows.record_rows))]
-        pairs = list(zip(owned, rows.record_rows, strict=True))
-        rows.checkpoint_lens = [self._checkpoint_len[record] if own else 0 for own, record in pairs]
-        rows.pending_lens = [self._pending_len[record] if own else 0 for own, record in pairs]
-        rows.fold_lens = list(rows.pending_lens) if self.config.folds_in_verify else [0] * len(pairs)
+        if self.config.folds_in_verify:
+            rows.fold_lens = [cursor.committed_len - cursor.checkpoint_len for cursor in rows.cursors]
 
     def null_row(self, rows: MetadataRows, row: int) -> None:
-        rows.checkpoint_slots_list[row], rows.record_rows[row] = 0, -1
-        rows.checkpoint_lens[row] = rows.pending_lens[row] = rows.fold_lens[row] = 0
+        batch = rows.batch
+        batch.handles[row], batch.checkpoint_slots[row], batch.row_kinds[row] = None, 0, at.DUMMY
+        rows.cursors[row] = self._nobody
+        if rows.fold_lens:
+            rows.fold_lens[row] = 0
 
     def verify(self, rows: MetadataRows, layer: int, inputs: LayerInputs, out: Any, where: str) -> None:
         for name, value in {**inputs._asdict(), "out": out}.items():
@@ -122,70 +128,70 @@ class MetadataBackend:
         return _as_list(name, values, bool, least_len, where)
 
     def by_row(self, rows: MetadataRows, values: list[Any]) -> list[Any]:
-        # Rows that own nothing may carry any entry.
-        pairs = zip(rows.batch.batch_index, rows.record_rows, strict=True)
-        return [values[entry] if record >= 0 else 0 for entry, record in pairs]
+        owners, index = rows.batch.handles, rows.batch.batch_index
+        if index is None and all(owners):
+            return values[: len(owners)]
+        # For rows that own nothing there may be no entry, or any.
+        entries = range(len(owners)) if index is None else index
+        return [0 if owner is None else values[entry] for owner, entry in zip(owners, entries, strict=True)]
 
     def end(self, rows: MetadataRows, counts: list[int], fold: Any, finished: list[bool] | None) -> None:
-        config = self.config
-        for row, record in enumerate(rows.record_rows):
-            if record < 0:
-                continue
-            if not self._owns(rows, row):
-                self._dropped += 1
-                continue
-            accepted = 0
-            # A prompt row says that its request goes on.
-            if self._finished[record] and rows.batch.row_kinds[row] != at.PROMPT:
-                self._wasted += 1
-            else:
-                accepted = min(max(counts[row], rows.batch.min_accepted[row]), rows.batch.query_lens[row])
-                self._clamps += accepted != counts[row]
-                self._finished[record] = finished is not None and bool(finished[row])
-            pending = self._pending_len[record] - rows.fold_lens[row] + accepted
-            asked = fold is True or (fold is not None and bool(fold[row]))
-            full = config.folds_when_full and pending + config.max_query_len > config.record_capacity
-            self._move(record, rows.fold_lens[row], pending, asked or full or config.folds_at_end)
+        config, batch = self.config, rows.batch
+        self._pass_verify_folds(rows)
+        if at.PROMPT in batch.row_kinds:  # which says that its request goes on
+            for cursor, kind in zip(rows.cursors, batch.row_kinds, strict=True):
+                cursor.finished &= kind != at.PROMPT
+        most_pending = config.record_capacity - config.max_query_len if config.folds_when_full else INT32_MAX
+        if fold is True or config.folds_at_end:
+            most_pending = 0
+        for cursor, count, least, query_len in zip(
+            rows.cursors, counts, batch.min_accepted, batch.query_lens, strict=True
+        ):
+            if cursor.finished:
+                self._wasted += cursor is not self._nobody
+                count = 0
+            elif not least <= count <= query_len:
+                self._clamps += 1
+                count = min(max(count, least), query_len)
+            committed_len = cursor.committed_len = cursor.committed_len + count
+            if committed_len - cursor.checkpoint_len > most_pending:
+                cursor.checkpoint_len = committed_len
+        if finished is not None:
+            for cursor, ends in zip(rows.cursors, finished, strict=True):
+                cursor.finished |= ends
+        if isinstance(fold, list):
+            for cursor, asked in zip(rows.cursors, fold, strict=True):
+                if asked:
+                    cursor.checkpoint_len = cursor.committed_len
 
     def cancel(self, rows: MetadataRows, unverified: list[int]) -> None:
-        for row, record in enumerate(rows.record_rows):
-            if record >= 0 and self._owns(rows, row):
-                self._move(record, rows.fold_lens[row], self._pending_len[record] - rows.fold_lens[row], False)
+        self._pass_verify_folds(rows)
 
     def flush(self, rows: MetadataRows) -> None:
-        for row, record in enumerate(rows.record_rows):
-            if record >= 0 and self._owns(rows, row):
-                self._move(record, 0, self._pending_len[record], True)
+        for cursor in rows.cursors:
+            cursor.checkpoint_len = cursor.committed_len
 
     # -- looking at it
 
     def cursor(self, record_row: int) -> Cursor:
-        return Cursor(
-            self._checkpoint_len[record_row],
-            self._pending_len[record_row],
-            self._generation[record_row],
-            self._finished[record_row],
-        )
+        cursor = self._cursors[record_row]
+        pending_len = cursor.committed_len - cursor.checkpoint_len
+        return Cursor(cursor.checkpoint_len, pending_len, cursor.generation, cursor.finished)
 
     def read(self, checkpoint_slot: int, record_row: int, layer: int, folded_by_verify: bool) -> LayerState:
         raise SpecStateError("read needs payloads, which backend 'metadata' does not hold")
 
     def counters(self) -> DeviceCounters:
-        return DeviceCounters(clamps=self._clamps, dropped_ends=self._dropped, wasted_windows=self._wasted)
+        return DeviceCounters(clamps=self._clamps, dropped_ends=0, wasted_windows=self._wasted)
 
     def check_integrity(self, owners: dict[int, tuple[int, bool]]) -> None:
         """Without payloads there is none to check; the manager checks slots and cursors itself."""
 
     # -- inside
 
-    def _owns(self, rows: MetadataRows, row: int) -> bool:
-        record = rows.record_rows[row]
-        return record >= 0 and self._generation[record] == rows.batch.generations[row]
-
-    def _move(self, record: int, folded_by_verify: int, pending: int, folds: bool) -> None:
-        count = pending if folds else 0
-        self._checkpoint_len[record] += folded_by_verify + count
-        self._pending_len[record] = pending - count
+    def _pass_verify_folds(self, rows: MetadataRows) -> None:
+        for cursor, folded in zip(rows.cursors, rows.fold_lens, strict=False):
+            cursor.checkpoint_len += folded
 
 
 def _as_list(name: str, values: Any, kind: type, least_len: int, where: str) -> list[Any]:
@@ -199,7 +205,7 @@ def _as_list(name: str, values: Any, kind: type, least_len: int, where: str) -> 
             raise SpecStateError(f"{name} must be on the CPU for backend 'metadata', got {values.device}{where}")
     # Of a tensor, a numpy array or an array.array: Python's own numbers.
     listed = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes) or any(type(x) is not kind for x in listed):
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes) or {*map(type, listed)} - {kind}:
         raise SpecStateError(f"{name} must be a sequence of {kind.__name__} or a CPU tensor{where}")
     if len(listed) < least_len:
         raise SpecStateError(f"{name} has {len(listed)} entries, batch_index reads entry {least_len - 1}{where}")

@@ -1,6 +1,7 @@
 """Payloads on a device: checks what comes in, keeps the storage, launches kernels."""
 
-from itertools import accumulate
+from array import array
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -81,7 +82,8 @@ class TensorBackend:
         self.check_storage(where)
         # Ordinary tensors even under inference mode: a release may null a row outside of it.
         with torch.inference_mode(False), torch.no_grad():  # the first turns gradients on
-            staged = self._to_device(self.staged_columns(batch))
+            # By way of an array, in a third of the time that torch.tensor takes over a list.
+            staged = self._to_device(torch.frombuffer(array("i", self.staged_columns(batch)), dtype=torch.int32))
             length = max(batch.query_lens, default=0)
             return self.kernels.begin(staged, len(batch.query_lens), batch.num_tokens, length, self._allocator)
 
@@ -94,15 +96,15 @@ class TensorBackend:
         starts = [0, *accumulate(batch.query_lens)]
         columns = (
             batch.checkpoint_slots,
-            batch.record_rows,
+            [-1 if handle is None else handle.record_slot for handle in batch.handles],
             starts[:-1],
             batch.query_lens,
-            batch.generations,
+            [0 if handle is None else handle.generation for handle in batch.handles],
             batch.min_accepted,
-            batch.batch_index,
+            range(len(batch.handles)) if batch.batch_index is None else batch.batch_index,
             batch.row_kinds,
         )
-        return [*(entry for row in zip(*columns, strict=True) for entry in row), *starts]
+        return [*chain.from_iterable(zip(*columns, strict=True)), *starts]
 
     @shielded
     def capture(self, num_rows: int, num_tokens: int) -> tuple[torch.Tensor, StepTensors]:
@@ -295,7 +297,7 @@ class TensorBackend:
             raise SpecStateError(f"out must not share memory with the manager's tensors or the caller's storage{where}")
 
     def _to_device(self, values: Any) -> torch.Tensor:
-        host = torch.tensor(values, dtype=torch.int32, device="cpu")
+        host = torch.as_tensor(values, dtype=torch.int32, device="cpu")
         if self.device.type == "cpu":
             return host
         # From pinned memory, since a copy from pageable memory waits for the device.
