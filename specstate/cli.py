@@ -1,4 +1,4 @@
-"""The command line: ``specstate demo | plan | replay``.
+"""The command line: ``specstate demo | plan | replay | bench | doctor``.
 
 Exit codes: 0 fine; 1 a check failed; 2 bad input or usage, with one line on stderr. With ``--json`` one object goes
 to stdout and nothing else.
@@ -68,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_plan(commands)
     _add_replay(commands)
+    _add_bench(commands)
     _add_command(commands, "doctor", run_doctor, "say what runs on this machine, and check its kernels")
     return parser
 
@@ -203,6 +204,26 @@ def run_replay(options: argparse.Namespace) -> int:
     else:
         print(f"first difference at event {first.event} ({first.kind}): {first.what}")
     return FINE if report.ok else CHECK_FAILED
+
+
+def _add_bench(commands: Any) -> None:
+    summary = "measure what a step costs on this machine"
+    bench = commands.add_parser("bench", help=summary, description=summary, allow_abbrev=False)
+    benches = bench.add_subparsers(dest="bench", metavar="WHAT", required=True)
+    host = _add_command(benches, "host", run_bench_host, "the host's part of a step, in microseconds")
+    host.add_argument(
+        "--rows", type=_count, nargs="+", default=[1, 256], metavar="N", help="rows of a step (default: 1 256)"
+    )
+    host.add_argument("--steps", type=_count, default=2000, metavar="N", help="steps to time (default: 2000)")
+    host.add_argument("--policy", choices=get_args(FoldPolicy), default="ring", help="fold policy (default: ring)")
+
+
+def run_bench_host(options: argparse.Namespace) -> int:
+    from specstate.bench.host import measure_host
+
+    report = measure_host(tuple(dict.fromkeys(options.rows)), options.steps, options.policy)
+    print(json.dumps(report.to_json()) if options.json else report.to_text())
+    return FINE
 
 
 def run_doctor(options: argparse.Namespace) -> int:

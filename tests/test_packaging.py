@@ -92,7 +92,7 @@ def test_the_package_is_typed_and_licensed() -> None:
     assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
 
 
-@pytest.mark.parametrize("command", ["demo", "plan", "replay", "doctor"])
+@pytest.mark.parametrize("command", ["demo", "plan", "replay", "bench", "doctor"])
 def test_the_readme_names_each_command(command: str) -> None:
     assert f"specstate {command}" in README
 

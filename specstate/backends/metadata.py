@@ -36,8 +36,7 @@ class MetadataRows:
     cursors: list[MetadataCursor]
     """Those of the rows' owners; for rows that own nothing one that is nobody's."""
     committed: list[int]
-    fold_lens: list[int]
-    """Empty when verify folds nothing."""
+    """When the step began."""
 
     @property
     def query_start_loc(self) -> torch.Tensor:
@@ -95,20 +94,15 @@ class MetadataBackend:
     def begin(self, batch: Batch, where: str) -> MetadataRows:
         table, nobody = self._cursors, self._nobody
         cursors = [nobody if owner is None else table[owner.record_slot] for owner in batch.handles]
-        rows = MetadataRows(batch, cursors, [cursor.committed_len for cursor in cursors], [])
-        self.refresh(rows)
-        return rows
+        return MetadataRows(batch, cursors, [cursor.committed_len for cursor in cursors])
 
     def refresh(self, rows: MetadataRows) -> None:
-        if self.config.folds_in_verify:
-            rows.fold_lens = [cursor.committed_len - cursor.checkpoint_len for cursor in rows.cursors]
+        """The rows hold the cursors themselves."""
 
     def null_row(self, rows: MetadataRows, row: int) -> None:
         batch = rows.batch
         batch.handles[row], batch.checkpoint_slots[row], batch.row_kinds[row] = None, 0, at.DUMMY
         rows.cursors[row] = self._nobody
-        if rows.fold_lens:
-            rows.fold_lens[row] = 0
 
     def verify(self, rows: MetadataRows, layer: int, inputs: LayerInputs, out: Any, where: str) -> None:
         for name, value in {**inputs._asdict(), "out": out}.items():
@@ -190,8 +184,9 @@ class MetadataBackend:
     # -- inside
 
     def _pass_verify_folds(self, rows: MetadataRows) -> None:
-        for cursor, folded in zip(rows.cursors, rows.fold_lens, strict=False):
-            cursor.checkpoint_len += folded
+        # All that was pending when the step began: until it ends, nothing else is accepted.
+        if self.config.folds_in_verify:
+            self.flush(rows)
 
 
 def _as_list(name: str, values: Any, kind: type, least_len: int, where: str) -> list[Any]:

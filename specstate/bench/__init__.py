@@ -1,0 +1,1 @@
+"""``specstate bench``: what a step costs, measured on this machine."""
