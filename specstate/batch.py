@@ -33,10 +33,9 @@ def find_requests(metadata: StepMetadata, table: RequestTable, config: StateConf
     """The live request of every row, None for dummy rows. Raises whatever refuses the step, see ``begin_step``."""
     requests = table.find(metadata.handles)
     longest = max(metadata.query_lens, default=0)
-    # A column at a time; only a step that is refused is looked at row by row, for words about the row.
+    # A column at a time. Only what seems wrong is looked at row by row, which finds the words for it.
     if requests is None or longest > config.max_query_len or not _may_step(requests, longest, config):
-        _check_rows(metadata, table, config, where)
-        requests = [None if handle is None else table.of(handle) for handle in metadata.handles]
+        return _find_by_row(metadata, table, config, where)
     return requests
 
 
@@ -49,11 +48,11 @@ def _may_step(requests: list[Request | None], longest: int, config: StateConfig)
     ]
 
 
-def _check_rows(metadata: StepMetadata, table: RequestTable, config: StateConfig, where: str) -> None:
-    """Raises for the first row that refuses the step, if any does."""
+def _find_by_row(metadata: StepMetadata, table: RequestTable, config: StateConfig, where: str) -> list[Request | None]:
     num_live = sum(handle is not None for handle in metadata.handles)
     if num_live > config.max_requests:
         raise SpecStateError(f"handles has {num_live} live rows, max_requests = {config.max_requests}{where}")
+    requests: list[Request | None] = []
     row_of: dict[str, int] = {}
     for row, (handle, query_len) in enumerate(zip(metadata.handles, metadata.query_lens, strict=True)):
         if query_len > config.max_query_len:
@@ -61,6 +60,7 @@ def _check_rows(metadata: StepMetadata, table: RequestTable, config: StateConfig
                 f"query_lens[{row}] = {query_len} exceeds max_query_len = {config.max_query_len}{where}"
             )
         if handle is None:
+            requests.append(None)
             continue
         request = table.of(handle, f"handles[{row}]", where)
         name = f"handles[{row}]: request {handle.request_id!r}"
@@ -73,6 +73,8 @@ def _check_rows(metadata: StepMetadata, table: RequestTable, config: StateConfig
                 f"{name} may stand at {request.most_committed}, query_lens[{row}] = {query_len} could lead past "
                 f"{MAX_POSITION}; committed_len waits for the device and says where it stands{where}"
             )
+        requests.append(request)
+    return requests
 
 
 def padded_shape(metadata: StepMetadata, pad_to: object, where: str) -> tuple[int, int]:

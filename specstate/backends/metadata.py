@@ -176,6 +176,7 @@ class MetadataBackend:
         raise SpecStateError("read needs payloads, which backend 'metadata' does not hold")
 
     def counters(self) -> DeviceCounters:
+        # Rows that come late were nulled, and are counted by their steps.
         return DeviceCounters(clamps=self._clamps, dropped_ends=0, wasted_windows=self._wasted)
 
     def check_integrity(self, owners: dict[int, tuple[int, bool]]) -> None:
