@@ -6,6 +6,7 @@
 The graph's first node builds the row records from the staged columns and the cursors of that moment.
 """
 
+from array import array
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ class PinnedStaging:
             buffer, event = self._buffers.popleft()
         else:
             buffer, event = self._new_buffer(), torch.cuda.Event()
-        buffer.copy_(torch.tensor(values, dtype=torch.int32, device="cpu"))
+        buffer.copy_(torch.frombuffer(array("i", values), dtype=torch.int32))
         target.copy_(buffer, non_blocking=True)
         event.record()
         self._buffers.append((buffer, event))

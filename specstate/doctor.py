@@ -11,13 +11,18 @@ import torch
 from specstate.backends.build import PATHS
 from specstate.config import FoldPolicy, KDALayerSpec, StateConfig
 from specstate.errors import SpecStateError
+from specstate.kernels import rows
+from specstate.kernels.philox import random_words
+from specstate.kernels.sampling import log_exponential
 from specstate.manager import StateManager
 from specstate.metadata import Handle, StepMetadata
 from specstate.oracle import Oracle, OracleState
 from specstate.params import LayerParams
+from specstate.sampling import HostSample, SamplingParams
 from specstate.step import Step
 
 NUM_LAYERS, TOKENS, ROWS, VOCAB = 2, 8, 2, 17
+NOISY = SamplingParams(temperature=0.8, top_k=6, seed=2**40 + 11)
 
 #: Relative error, in the norm of a tensor, that float32 may have after the few dozen tokens of a check: 16 roundings of
 #: 2^-24 a token.
@@ -80,8 +85,10 @@ def _version(name: str) -> str:
 
 
 def _run_checks(backend: Literal["triton", "reference"], device: torch.device) -> Iterator[Check]:
-    def trial(policy: FoldPolicy, gate_lower_bound: float | None = None) -> Trial:
-        return Trial(backend, device, policy, gate_lower_bound)
+    def trial(
+        policy: FoldPolicy, gate_lower_bound: float | None = None, sampling: SamplingParams | None = None
+    ) -> Trial:
+        return Trial(backend, device, policy, gate_lower_bound, sampling)
 
     tried: list[tuple[str, Callable[[], str]]] = [
         ("conv, verify and fold at commit", lambda: _judge(trial("eager").decode(6))),
@@ -91,6 +98,7 @@ def _run_checks(backend: Literal["triton", "reference"], device: torch.device) -
         ("flush", lambda: _judge(trial("ring").decode(4, flush=True))),
         ("records of the caller's own verify", lambda: _judge(trial("ring").decode(4, own_verify=True))),
         ("greedy sampling", lambda: trial("ring").sample()),
+        ("sampling with a temperature", lambda: trial("ring", sampling=NOISY).draw()),
     ]
     if device.type == "cuda":
         tried.append(("a step inside a CUDA graph", lambda: trial("ring").replay()))
@@ -120,6 +128,7 @@ class Trial:
         device: torch.device,
         policy: FoldPolicy,
         gate_lower_bound: float | None,
+        sampling: SamplingParams | None,
     ) -> None:
         layer = KDALayerSpec(num_heads=2, head_k_dim=32, head_v_dim=48, gate_lower_bound=gate_lower_bound)
         self.config = StateConfig(
@@ -139,7 +148,7 @@ class Trial:
         )
         self.manager = StateManager(self.config, params, device=device, backend=backend)
         self._oracle = Oracle(self.config, params)
-        self._handles = [self.manager.admit(name) for name in ("a", "b")]
+        self._handles = [self.manager.admit(name, sampling) for name in ("a", "b")]
         self._states = [[self._oracle.zero() for _ in range(NUM_LAYERS)] for _ in self._handles]
 
     def decode(self, steps: int, flush: bool = False, own_verify: bool = False) -> float:
@@ -161,17 +170,32 @@ class Trial:
 
     def sample(self) -> str:
         """Drafts of which the first row's all stand, and the second row's first falls."""
-        step = self.manager.begin_step(self._metadata())
-        for layer in range(NUM_LAYERS):
-            self._verify(step, layer, [0, 0], own_verify=False)
         best = torch.arange(TOKENS, device="cpu") + 3
         drafts = torch.tensor([0, 3, 4, 5, 0, 1, 8, 9], device=self._device)
-        logits = torch.nn.functional.one_hot(best, VOCAB).float()
-        sample = step.sample(logits.to(self._device), drafts).to_host_async().wait()
-        step.cancel()
+        sample = self._sample(torch.nn.functional.one_hot(best, VOCAB).float(), drafts)
         got = sample.num_accepted.tolist(), sample.tokens.tolist()
         _require(got == ([4, 1], [[3, 4, 5, 6], [7, -1, -1, -1]]), f"counts and tokens are {got}")
         return "counts and tokens as expected"
+
+    def draw(self) -> str:
+        """The first token of each row, beside the same draw in plain torch on the CPU."""
+        logits = torch.randn(TOKENS, VOCAB, generator=self._random, device="cpu")
+        sample = self._sample(logits, torch.full((TOKENS,), -1, device=self._device))
+        first, top_k = logits[:: TOKENS // ROWS], NOISY.top_k
+        kept = first >= first.topk(top_k).values[:, -1:]
+        seeds = torch.full((ROWS,), NOISY.seed, device="cpu")
+        noise = log_exponential(random_words(seeds, torch.ones_like(seeds), rows.DRAW_TARGET, VOCAB))
+        wanted = torch.where(kept, first / NOISY.temperature - noise, -torch.inf).argmax(1).tolist()
+        _require(sample.next_token.tolist() == wanted, f"tokens are {sample.next_token.tolist()}, not {wanted}")
+        return "tokens as drawn in torch"
+
+    def _sample(self, logits: torch.Tensor, drafts: torch.Tensor) -> HostSample:
+        step = self.manager.begin_step(self._metadata())
+        for layer in range(NUM_LAYERS):
+            self._verify(step, layer, [0, 0], own_verify=False)
+        sample = step.sample(logits.to(self._device), drafts).to_host_async().wait()
+        step.cancel()
+        return sample
 
     def replay(self) -> str:
         """A captured step, replayed; its outputs must have the bits of a step without a graph."""

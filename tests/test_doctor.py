@@ -21,7 +21,7 @@ def test_without_a_gpu_the_reference_is_checked(capsys: pytest.CaptureFixture[st
     answer = json.loads(capsys.readouterr().out)
     assert (answer["ok"], answer["backend"], answer["path"]) == (True, "reference", "reference")
     assert "no GPU" in answer["reason"]
-    assert len(answer["checks"]) == 7
+    assert len(answer["checks"]) == 8
     assert all(check["ok"] and check["detail"] for check in answer["checks"])
     assert main(["doctor"]) == 0
     assert "backend 'reference'" in capsys.readouterr().out
@@ -30,7 +30,11 @@ def test_without_a_gpu_the_reference_is_checked(capsys: pytest.CaptureFixture[st
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(
     ("kernel", "checks"),
-    [("flush", {"flush"}), ("greedy", {"greedy sampling"}), ("verify", {"fold inside verify", "bounded gate"})],
+    [
+        ("flush", {"flush"}),
+        ("sample", {"greedy sampling", "sampling with a temperature"}),
+        ("verify", {"fold inside verify", "bounded gate"}),
+    ],
 )
 def test_a_broken_kernel_fails_its_checks(
     kernel: str, checks: set[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

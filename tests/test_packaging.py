@@ -100,7 +100,7 @@ def test_the_readme_names_each_command(command: str) -> None:
 def test_every_python_block_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In one go, as they build on one another; then the trace that they leave behind is replayed."""
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     script = tmp_path / "example.py"
     script.write_text("\n".join(blocks))
     ended = subprocess.run(

@@ -18,7 +18,6 @@ import torch
 from specstate import (
     CapacityError,
     LayerParams,
-    SamplingParams,
     SpecStateError,
     StaleHandleError,
     StateManager,
@@ -318,11 +317,6 @@ def admit_cases() -> list[Refusal]:
         ("admit of a live id", lambda w: w.manager.admit("b"), ("request_id", "'b'", "live already")),
         ("admit with sampling as a dict", lambda w: w.manager.admit("c", {"seed": 1}), ("sampling", "dict", "'c'")),
         ("admit with sampling as a float", lambda w: w.manager.admit("c", 0.0), ("sampling", "float", "'c'")),
-        (
-            "admit with a temperature",
-            lambda w: w.manager.admit("c", SamplingParams(temperature=0.5)),
-            ("temperature", "0.5", "0.0", "'c'"),
-        ),
     )
     for bad in (None, "1", 1.5, True, [1], -1):
         cases += refusals(
@@ -777,6 +771,11 @@ def end_cases() -> list[Refusal]:
         ("draft_tokens", "of floats", drafts.double(), ("int64 or int32", "float64")),
         ("draft_tokens", "of bools", drafts.bool(), ("int64 or int32", "bool")),
         ("draft_tokens", "on another device", meta((TOKENS,), torch.int64), ("cpu", "meta")),
+        ("draft_probs", "a list", [0.0] * TOKENS, ("tensor", "list")),
+        ("draft_probs", "one token short", logits[1:], (f"[{TOKENS}, {VOCAB}]", f"[{TOKENS - 1}, {VOCAB}]")),
+        ("draft_probs", "of another vocabulary", logits[:, 1:], (f"[{TOKENS}, {VOCAB}]", f"[{TOKENS}, {VOCAB - 1}]")),
+        ("draft_probs", "of float64", logits.double(), ("float32", "float64")),
+        ("draft_probs", "on another device", meta((TOKENS, VOCAB), torch.float32), ("cpu", "meta")),
     ):
         cases += refusals(
             "verified",

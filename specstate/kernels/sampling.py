@@ -61,13 +61,23 @@ def choose(
         place = draft.clamp(0, vocab - 1)[:, None]
         p_draft = torch.where((draft >= 0) & (draft < vocab), p.gather(1, place)[:, 0], 0)
         uniform = (random_words(seed, position, at.DRAW_ACCEPT, 1)[:, 0] >> 8) * 2.0**-24  # below 1
-        stands = uniform * q.gather(1, place)[:, 0] < p_draft
-        rest = torch.log((p - q).clamp(min=0))
-        other = rest - log_exponential(random_words(seed, position, at.DRAW_RESIDUAL, vocab))
+        stands = draft_stands(uniform, p_draft, q.gather(1, place)[:, 0])
+        noise = log_exponential(random_words(seed, position, at.DRAW_RESIDUAL, vocab))
+        other = torch.log(residual(p, q)) - noise
         # Without any rest, p and q differ by rounding alone.
         replacement = torch.where(other.amax(-1) > -torch.inf, other.argmax(-1), chosen)
         chosen = torch.where(has_draft, torch.where(stands, draft, replacement), chosen)
     return torch.where(temperature > 0, chosen, greedy)
+
+
+def draft_stands(uniform: torch.Tensor, p_draft: torch.Tensor, q_draft: torch.Tensor) -> torch.Tensor:
+    """[tokens] bool, true with probability min(1, p / q) for uniform numbers in [0, 1)."""
+    return uniform * q_draft < p_draft
+
+
+def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """[tokens, vocab]: what the target wants beyond what accepted drafts bring; not normalised."""
+    return (p - q).clamp(min=0)
 
 
 def distances(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,10 @@ def test_replays_give_the_bits_of_eager_steps(policy: str, backend: str) -> None
     graph = Graph(captured, rows=4, tokens=12)
     rng = random.Random(1)
     pairs: dict[str, tuple[Handle, Handle]] = {}
-    params = SamplingParams(end_token_ids=(VOCAB - 1,))
+    ends = (VOCAB - 1,)
+    noisy = [
+        SamplingParams(temperature=t, top_k=k, seed=17 * k, end_token_ids=ends) for t, k in ((0.0, 0), (0.7, 4), (1, 0))
+    ]
     for seed in range(40):
         # Requests enter and leave; slots are used again.
         for name in list(pairs):
@@ -110,6 +113,7 @@ def test_replays_give_the_bits_of_eager_steps(policy: str, backend: str) -> None
                 eager.release(first), captured.release(second)
         while len(pairs) < 3 and rng.random() < 0.7:
             name = f"{seed}-{len(pairs)}"
+            params = rng.choice(noisy)
             pairs[name] = eager.admit(name, params), captured.admit(name, params)
         names = rng.sample(sorted(pairs), rng.randint(0, len(pairs)))
         lens = tuple(rng.randint(1, 4) for _ in names)
