@@ -12,6 +12,7 @@ from model import Model
 from specstate import (
     Handle,
     HostCopy,
+    HostSample,
     KDALayerSpec,
     LayerParams,
     SamplingParams,
@@ -19,7 +20,6 @@ from specstate import (
     StateManager,
     StepMetadata,
 )
-from specstate.sampling import HostSample
 
 
 @dataclass(eq=False)

@@ -18,8 +18,7 @@ import torch
 
 from decode import Drafter, Generation
 from model import Model
-from specstate import Handle, SamplingParams, StateManager, StepMetadata
-from specstate.sampling import HostSample
+from specstate import Handle, HostSample, SamplingParams, StateManager, StepMetadata
 
 
 class ModelDrafter(Drafter):

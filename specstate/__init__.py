@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specstate.manager import StateManager
     from specstate.metadata import Handle, StepMetadata
     from specstate.params import LayerParams
-    from specstate.sampling import HostCopy, SampleResult, SamplingParams
+    from specstate.sampling import HostCopy, HostSample, SampleResult, SamplingParams
     from specstate.step import Step
     from specstate.trace import TraceError, TraceRecorder
 
@@ -29,6 +29,7 @@ __all__ = [
     "DeviceCounters",
     "Handle",
     "HostCopy",
+    "HostSample",
     "KDALayerSpec",
     "LayerParams",
     "LayerState",
@@ -51,6 +52,7 @@ _LAZY = {
     "DeviceCounters": "specstate.backends",
     "Handle": "specstate.metadata",
     "HostCopy": "specstate.sampling",
+    "HostSample": "specstate.sampling",
     "LayerParams": "specstate.params",
     "LayerState": "specstate.backends",
     "SampleResult": "specstate.sampling",

@@ -14,8 +14,9 @@ from model import load_model
 from model_drafter import ModelDrafter
 from ngram_drafter import NgramDrafter
 from recurrence import SerialMixer
-from specstate import SamplingParams, StateManager, StepMetadata
-from specstate.sampling import HostSample
+from specstate import HostSample, SamplingParams, StateManager, StepMetadata
+
+from .conftest import EXAMPLES
 
 MAX_BYTES = 64
 POLICIES = ("eager", "deferred", "ring")
@@ -130,3 +131,27 @@ def test_a_drafter_takes_after_its_target(model: Any, weights: Path) -> None:
     config = drafter.manager.config
     assert (config.max_requests, config.max_query_len, config.fold_policy) == (4, 5, "deferred")
     assert (config.num_layers, config.checkpoint_dtype) == (1, "float64")
+
+
+def test_the_draft_model_yields_more_than_ngrams(model: Any, prompts: list[bytes]) -> None:
+    """The shipped weights, on held-out code; all 24 prompts x 256 bytes: `python examples/acceptance.py`."""
+    means = {}
+    for kind in KINDS:
+        manager, statistics = make_manager(model, 6, 8, "ring"), Statistics()
+        decode(model, manager, prompts[:6], 96, drafter_maker(kind, EXAMPLES / "weights")(manager), statistics)
+        means[kind] = statistics.mean_acceptance_length
+    print(f"\nmean acceptance {means}")
+    assert means["model"] > means["ngram"] + 1.0
+
+
+def test_sampled_output_is_the_same_with_any_drafter(prompts: list[bytes]) -> None:
+    """In float64, where no rounding decides a draw. The draft model's tokens are drawn with the target's numbers."""
+    model: Any = load_model(EXAMPLES / "weights", torch.float64)
+    sampling, outputs, means = SamplingParams(temperature=0.8, top_p=0.95, seed=11), {}, {}
+    for kind in ("none", *KINDS):
+        manager, statistics = make_manager(model, 3, 6, "deferred"), Statistics()
+        drafter = None if kind == "none" else drafter_maker(kind, EXAMPLES / "weights", torch.float64)(manager)
+        requests = decode(model, manager, [p[:160] for p in prompts[:3]], 48, drafter, statistics, sampling)
+        outputs[kind], means[kind] = [request.output for request in requests], statistics.mean_acceptance_length
+    assert outputs["ngram"] == outputs["none"] == outputs["model"]
+    assert means["model"] > means["ngram"] > means["none"] == 1.0
