@@ -23,7 +23,8 @@ def main() -> int:
         )
         manager = make_manager(config, "cuda", backend="triton", debug=False)
         tolerance = 3e-2 if policy == "ring" else 1e-5
-        a, b = manager.admit("a", SamplingParams(end_token_ids=(7,))), manager.admit("b")
+        noisy = SamplingParams(temperature=0.9, top_k=40, top_p=0.9, seed=5, end_token_ids=(7,))
+        a, b = manager.admit("a", noisy), manager.admit("b")
         twins = make_twin(config), make_twin(config)
         for seed in range(4):
             run_step(manager, [(a, twins[0], 4, 1 + seed % 4), (b, twins[1], 2, 1)], seed, tolerance)
@@ -33,7 +34,9 @@ def main() -> int:
         inputs = make_inputs(config, 8, 9, "cuda")
         step = manager.begin_step(metadata, pad_to=(4, 8))
         verify_all(step, inputs)
-        step.defer(step.sample(torch.randn(8, 50, device="cuda"), torch.zeros(8, dtype=torch.int64, device="cuda")))
+        logits, drafts = torch.randn(8, 1500, device="cuda"), torch.zeros(8, dtype=torch.int64, device="cuda")
+        step.sample(logits, drafts, torch.softmax(logits.flip(0), 1))
+        step.defer(step.sample(logits, drafts))
         step = manager.begin_step(metadata, pad_to=(4, 8))
         step.verify(1, inputs[1].qkv, inputs[1].raw_gate, inputs[1].raw_beta)
         step.cancel()
