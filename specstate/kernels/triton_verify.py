@@ -26,15 +26,15 @@ from specstate.kernels.triton_common import (
 
 
 @triton.jit
-def state_product(b_state, b_f, o_k, BK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+def state_product(b_state, b_f, o_k, BK: tl.constexpr, PRECISION: tl.constexpr):
     """S F^T [BV, BT] of b_state [BV, BK] and b_f [BK, BT].
 
-    Tensor cores round towards zero as they add, which pulls a long sum one way: every CHUNK channels get an accumulator
-    of their own. Those are joined by subtracting products of -F: an addition would be merged into the next product.
+    Tensor cores round towards zero as they add, which pulls a long sum one way: every 32 channels get an accumulator of
+    their own. They are joined by subtracting products of -F, since an addition would be merged into the next product.
     """
-    b_product = tl.dot(b_state, tl.where((o_k < CHUNK)[:, None], b_f, 0.0), input_precision=PRECISION)
-    for chunk in tl.static_range(1, BK // CHUNK):
-        m_chunk = (o_k >= CHUNK * chunk) & (o_k < CHUNK * (chunk + 1))
+    b_product = tl.dot(b_state, tl.where((o_k < 32)[:, None], b_f, 0.0), input_precision=PRECISION)
+    for chunk in tl.static_range(1, BK // 32):
+        m_chunk = (o_k >= 32 * chunk) & (o_k < 32 * (chunk + 1))
         b_product = b_product - tl.dot(b_state, tl.where(m_chunk[:, None], -b_f, 0.0), input_precision=PRECISION)
     return b_product
 
@@ -180,9 +180,8 @@ def verify_kernel(
             )  # fmt: skip
             CHECKPOINT: tl.constexpr = p_recurrent.dtype.element_ty
             tl.store(p_state, rounded(b_state, CHECKPOINT).to(CHECKPOINT), mask=m_vk)
-        # This policy rounds the state in every step, so it has less of the error budget left for its products.
-        b_pk = state_product(b_state, b_fk, o_k, BK, 32, PRECISION)
-        b_pq = state_product(b_state, b_fq, o_k, BK, 32, PRECISION)
+        b_pk = state_product(b_state, b_fk, o_k, BK, PRECISION)
+        b_pq = state_product(b_state, b_fq, o_k, BK, PRECISION)
     else:
         b_later = tl.zeros_like(b_bias)
         b_pk = tl.zeros([BV, BT], tl.float32)
@@ -196,8 +195,8 @@ def verify_kernel(
             b_pk += tl.dot(b_u, tl.dot(b_pending, b_fk, input_precision=PRECISION), input_precision=PRECISION)
             b_pq += tl.dot(b_u, tl.dot(b_pending, b_fq, input_precision=PRECISION), input_precision=PRECISION)
         b_total = tl.exp(b_later)[:, None]
-        b_pk += state_product(b_state, b_fk * b_total, o_k, BK, 64, PRECISION)
-        b_pq += state_product(b_state, b_fq * b_total, o_k, BK, 64, PRECISION)
+        b_pk += state_product(b_state, b_fk * b_total, o_k, BK, PRECISION)
+        b_pq += state_product(b_state, b_fq * b_total, o_k, BK, PRECISION)
 
     # Forward substitution; each token's correction and output leave at once.
     committed_len = checkpoint_len + pending
