@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specstate.config import StateConfig
-from specstate.errors import SpecStateError, StepOrderError
+from specstate.errors import SpecStateError, StepOrderError, shown
 from specstate.kernels import rows as at
 from specstate.limits import MAX_POSITION, MAX_STEP_SIZE
 from specstate.metadata import Handle, StepMetadata
@@ -82,12 +82,13 @@ def padded_shape(metadata: StepMetadata, pad_to: object, where: str) -> tuple[in
     shape = len(metadata.handles), sum(metadata.query_lens)
     padded = shape if pad_to is None else pad_to if isinstance(pad_to, tuple) else (pad_to, shape[1])
     if len(padded) != 2 or any(type(size) is not int for size in padded):
-        raise SpecStateError(f"pad_to = {pad_to!r} must be rows or (rows, tokens){where}")
+        raise SpecStateError(f"pad_to = {shown(pad_to)} must be rows or (rows, tokens){where}")
     for name, size, least in zip(("rows", "tokens"), padded, shape, strict=True):
         if size < least:
-            raise SpecStateError(f"pad_to {name} = {size} is less than the step's {least}{where}")
+            raise SpecStateError(f"pad_to {name} = {shown(size)} is less than the step's {least}{where}")
         if size > MAX_STEP_SIZE:
-            raise SpecStateError(f"{'' if pad_to is None else 'pad_to '}{name} = {size} exceeds {MAX_STEP_SIZE}{where}")
+            field = name if pad_to is None else f"pad_to {name}"
+            raise SpecStateError(f"{field} = {shown(size)} exceeds {MAX_STEP_SIZE}{where}")
     return padded
 
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 import specstate
 from specstate.config import ActivationDtype, CheckpointDtype, FoldPolicy
-from specstate.errors import SpecStateError
+from specstate.errors import SpecStateError, shown
 from specstate.plan_report import PlanRequest, build_plan_report
 from specstate.presets import PRESETS, Preset, find_preset
 
@@ -296,7 +296,7 @@ def error_text(error: Exception) -> str:
     for entry in error.errors(include_url=False):
         field = ".".join(map(str, entry["loc"]))
         reason = entry["msg"].removeprefix("Value error, ")
-        reasons.append(f"{field} = {entry['input']!r}: {reason}" if field else reason)
+        reasons.append(f"{field} = {shown(entry['input'])}: {reason}" if field else reason)
     return "; ".join(reasons)
 
 

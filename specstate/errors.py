@@ -19,3 +19,12 @@ class StaleHandleError(SpecStateError):
 
 class StepOrderError(SpecStateError):
     """The call is right, its moment is not: a layer verified twice, a step ended twice, a flush between verifies."""
+
+
+def shown(value: object) -> str:
+    """``value`` for a message: its repr, cut to what helps; its type where it has none (an int of 5,000 digits)."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from specstate.errors import SpecStateError, shown
 from specstate.kernels import rows as at
 
 if TYPE_CHECKING:
@@ -62,10 +63,12 @@ class BytePlan:
 
     def requests_in(self, memory_bytes: int) -> int:
         """How many requests fit into ``memory_bytes`` when each has one checkpoint and one record slot."""
+        _check_bytes(memory_bytes)
         return max(0, memory_bytes - self.overhead_bytes) // self.bytes_per_request
 
     def snapshot_requests_in(self, memory_bytes: int) -> int:
         """How many fit with a snapshot per token of the window."""
+        _check_bytes(memory_bytes)
         return max(0, memory_bytes - self.snapshot_overhead_bytes) // self.snapshot_bytes_per_request
 
 
@@ -108,6 +111,10 @@ def plan_bytes(config: "StateConfig") -> BytePlan:
     The snapshot design keeps, for each of the T tokens of a window, a whole recurrent state and a conv window of
     W - 2 + T inputs, in the same dtypes (vLLM's spec-decode layout for mamba-like layers).
     """
+    from specstate.config import StateConfig  # not at the top: a config plans itself when it is built
+
+    if not isinstance(config, StateConfig):
+        raise SpecStateError(f"config must be a StateConfig, not {type(config).__name__}")
     tensors = tensor_layouts(config)
     layer = config.layer
     checkpoint = sum(t.bytes_per_slot for t in tensors if t.scope == "checkpoint slot")
@@ -127,6 +134,11 @@ def plan_bytes(config: "StateConfig") -> BytePlan:
         snapshot_bytes_per_request=config.max_query_len * snapshot,
         snapshot_overhead_bytes=snapshot,
     )
+
+
+def _check_bytes(memory_bytes: object) -> None:
+    if type(memory_bytes) is not int or memory_bytes < 0:
+        raise SpecStateError(f"memory_bytes = {shown(memory_bytes)} must be a whole number of bytes, 0 or more")
 
 
 def gib(size_bytes: int) -> str:

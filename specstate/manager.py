@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 
 from specstate.backends import DeviceCounters, LayerState
-from specstate.backends.build import build_backend, resolve_device
+from specstate.backends.build import build_backend
 from specstate.backends.tensors import TensorBackend
 from specstate.batch import find_requests, flush_batch, padded_shape, step_batch
 from specstate.capture import Capture
 from specstate.config import StateConfig
-from specstate.errors import CapacityError, SpecStateError, StepOrderError
+from specstate.errors import CapacityError, SpecStateError, StepOrderError, shown
 from specstate.integrity import check_cursors, check_payloads, check_slots
 from specstate.layout import BytePlan, plan_bytes
 from specstate.limits import MAX_CAPTURES, MAX_COMMITTED_LEN
@@ -29,6 +29,7 @@ from specstate.sampling import SamplingParams
 from specstate.slots import SlotPool
 from specstate.step import DroppedEnds, Step, StepHost
 from specstate.trace import TraceRecorder
+from specstate.validation import check_flag, resolve_device
 
 
 class StateManager:
@@ -61,6 +62,7 @@ class StateManager:
             raise SpecStateError(f"config must be a StateConfig, not {type(config).__name__}")
         if not isinstance(recorder, TraceRecorder | None):
             raise SpecStateError(f"recorder must be a TraceRecorder, not {type(recorder).__name__}")
+        check_flag("debug", debug)
         self.config = config
         self.device = resolve_device(device)
         self._backend = build_backend(config, params, self.device, backend, storage, debug)
@@ -100,7 +102,7 @@ class StateManager:
     def can_admit(self, n: int = 1) -> bool:
         """Whether ``n`` more requests find a record slot and a checkpoint slot. Raises SpecStateError for a bad n."""
         if type(n) is not int or n < 0:
-            raise SpecStateError(f"n = {n!r} must be a number of requests, 0 or more")
+            raise SpecStateError(f"n = {shown(n)} must be a number of requests, 0 or more")
         return n <= min(self._record_slots.num_free, self._checkpoint_slots.num_free)
 
     # -- a request's life
@@ -112,7 +114,7 @@ class StateManager:
         SpecStateError when the id is live already.
         """
         if not isinstance(request_id, str) or not request_id:
-            raise SpecStateError(f"request_id must be a string with at least one character, got {request_id!r}")
+            raise SpecStateError(f"request_id must be a string with at least one character, got {shown(request_id)}")
         try:
             request_id.encode()
         except UnicodeEncodeError:
@@ -157,7 +159,8 @@ class StateManager:
         self._refuse_open_step("load", request)
         if type(committed_len) is not int or not 0 <= committed_len <= MAX_COMMITTED_LEN:
             raise SpecStateError(
-                f"committed_len = {committed_len!r} is outside 0..{MAX_COMMITTED_LEN} (request {handle.request_id!r})"
+                f"committed_len = {shown(committed_len)} is outside 0..{MAX_COMMITTED_LEN} "
+                f"(request {handle.request_id!r})"
             )
         self._backend.load(request.checkpoint_slot, handle.record_slot, states, committed_len)
         request.may_be_pending, request.in_use, request.most_committed = False, True, committed_len
@@ -229,7 +232,7 @@ class StateManager:
         """
         for name, size in (("rows", rows), ("tokens", tokens)):
             if type(size) is not int or size < 1:
-                raise SpecStateError(f"capture_step: {name} = {size!r} must be at least 1")
+                raise SpecStateError(f"capture_step: {name} = {shown(size)} must be at least 1")
         if self._debug:
             raise SpecStateError("capture_step: debug = True waits for the device, which a capture does not allow")
         backend = self._backend
@@ -380,7 +383,7 @@ class StateManager:
 
     def _check_layer(self, layer: object) -> None:
         if type(layer) is not int or not 0 <= layer < self.config.num_layers:
-            raise SpecStateError(f"layer = {layer!r} is outside 0..{self.config.num_layers - 1}")
+            raise SpecStateError(f"layer = {shown(layer)} is outside 0..{self.config.num_layers - 1}")
 
     def _refuse_open_step(self, verb: str, request: Request) -> None:
         if request.open_step is not None:

@@ -5,18 +5,19 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from specstate.errors import SpecStateError
+from specstate.errors import SpecStateError, shown
 from specstate.limits import INT32_MAX, MAX_STEP_SIZE
 
 RowKind = Literal["decode", "prompt", "dummy"]
 _Int32 = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
+_QueryLen = Annotated[int, Field(ge=1, le=INT32_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
     """What ``admit`` returns. It names a request's life: a request admitted again has another generation.
 
-    Raises SpecStateError for a field of another type.
+    Raises SpecStateError for a field of another type, or a number beyond int32.
     """
 
     request_id: str
@@ -30,7 +31,11 @@ class Handle:
             ("generation", self.generation, int),
         ):
             if type(value) is not kind:
-                raise SpecStateError(f"Handle: {name} = {value!r} must be {kind.__name__}, not {type(value).__name__}")
+                raise SpecStateError(
+                    f"Handle: {name} = {shown(value)} must be {kind.__name__}, not {type(value).__name__}"
+                )
+            if isinstance(value, int) and not -INT32_MAX <= value <= INT32_MAX:
+                raise SpecStateError(f"Handle: {name} = {shown(value)} is beyond int32")
 
 
 class StepMetadata(BaseModel):
@@ -44,7 +49,7 @@ class StepMetadata(BaseModel):
 
     handles: tuple[Handle | None, ...]
     """None for dummy rows."""
-    query_lens: tuple[Annotated[int, Field(ge=1)], ...]
+    query_lens: tuple[_QueryLen, ...]
     """Tokens of each window, the last sampled token included."""
     row_kinds: tuple[RowKind, ...] | None = None
     """By default all "decode". "prompt": every token counts as accepted. "dummy": a row that owns nothing."""

@@ -7,7 +7,7 @@ import torch
 
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
-from specstate.validation import DTYPES, check_tensor, unique_dtypes
+from specstate.validation import DTYPES, check_tensor, resolve_device, unique_dtypes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,14 +23,20 @@ class LayerParams:
     conv_bias: torch.Tensor | None = None
     """[C] or None, like conv_weight."""
 
-    def to(self, device: torch.device) -> "LayerParams":
-        """The same parameters on ``device``."""
-        return LayerParams(
-            self.A_log.to(device),
-            self.dt_bias.to(device),
-            None if self.conv_weight is None else self.conv_weight.to(device),
-            None if self.conv_bias is None else self.conv_bias.to(device),
-        )
+    def to(self, device: torch.device | str) -> "LayerParams":
+        """The same parameters on ``device``. Raises SpecStateError for a field that is no tensor, or no such device."""
+        target = resolve_device(device)
+        moved = {}
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            if tensor is None and field.name.startswith("conv"):
+                continue
+            if not isinstance(tensor, torch.Tensor):
+                raise SpecStateError(f"{field.name} must be a tensor, not {type(tensor).__name__}")
+            if tensor.is_meta:
+                raise SpecStateError(f"{field.name} is on device meta, which has no memory to copy from")
+            moved[field.name] = tensor.to(target)
+        return LayerParams(**moved)
 
 
 def check_params(params: object, config: StateConfig, device: torch.device) -> tuple[LayerParams, ...]:

@@ -1,11 +1,12 @@
 """What ``specstate plan`` reports: the bytes of every tensor under each fold policy, beside a snapshot per token."""
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from specstate.config import ActivationDtype, CheckpointDtype, FoldPolicy, StateConfig
-from specstate.errors import SpecStateError
+from specstate.errors import SpecStateError, shown
 from specstate.layout import BytePlan, plan_bytes
 from specstate.presets import Preset
 
@@ -121,9 +122,13 @@ class PlanReport:
 
 def build_plan_report(request: PlanRequest) -> PlanReport:
     """Plans ``request`` under every policy. Raises SpecStateError or ValidationError for what cannot work."""
-    size = request.memory_gib * 2**30
-    if not (math.isfinite(size) and size > 0):
-        raise SpecStateError(f"memory_gib = {request.memory_gib} must be above 0 and a finite number of bytes")
+    if not isinstance(request, PlanRequest):
+        raise SpecStateError(f"request must be a PlanRequest, not {type(request).__name__}")
+    if not isinstance(request.model, Preset):
+        raise SpecStateError(f"model must be a Preset, not {type(request.model).__name__}")
+    size = request.memory_gib * 2**30 if type(request.memory_gib) in (int, float) else math.nan
+    if not 0 < size <= sys.float_info.max:
+        raise SpecStateError(f"memory_gib = {shown(request.memory_gib)} must be above 0 and a finite number of bytes")
     configs: dict[str, StateConfig] = {
         policy: request.model.config(
             request.tp,

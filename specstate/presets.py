@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from specstate.config import KDALayerSpec, StateConfig
-from specstate.errors import SpecStateError
+from specstate.errors import SpecStateError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,12 @@ class Preset:
 
     def layer(self, tp: int = 1) -> KDALayerSpec:
         """The layer as one of ``tp`` ranks sees it. Raises SpecStateError where ``tp`` does not divide the heads."""
+        if type(self.num_heads) is not int:
+            raise SpecStateError(f"num_heads = {shown(self.num_heads)} of {self.name} must be a whole number")
         if type(tp) is not int or tp < 1 or self.num_heads % tp:
             raise SpecStateError(
-                f"tp = {tp!r} cannot split {self.name}: its {self.num_heads} heads must divide evenly over the ranks"
+                f"tp = {shown(tp)} cannot split {self.name}: its {self.num_heads} heads must divide evenly over the "
+                "ranks"
             )
         return KDALayerSpec(
             num_heads=self.num_heads // tp,
@@ -90,6 +93,6 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset
 
 def find_preset(name: str) -> Preset:
     """The preset called ``name``. Raises SpecStateError that lists the names there are."""
-    if name not in PRESETS:
-        raise SpecStateError(f"preset = {name!r} is unknown: choose from {', '.join(sorted(PRESETS))}")
+    if type(name) is not str or name not in PRESETS:
+        raise SpecStateError(f"preset = {shown(name)} is unknown: choose from {', '.join(sorted(PRESETS))}")
     return PRESETS[name]

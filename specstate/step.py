@@ -14,7 +14,7 @@ import torch
 
 from specstate.backends import Backend, LayerInputs, LayerRecords
 from specstate.config import StateConfig
-from specstate.errors import SpecStateError, StepOrderError
+from specstate.errors import SpecStateError, StepOrderError, shown
 from specstate.integrity import check_counts
 from specstate.metadata import StepMetadata
 from specstate.requests import Request
@@ -213,6 +213,8 @@ class Step:
         the graph ended another way, StepOrderError when nothing waits for a replay.
         """
         self._check_open("replayed", waiting=True)
+        if type(what) is not str:
+            raise SpecStateError(f"replayed: what = {shown(what)} must be 'verify', 'defer' or 'commit'{self._where}")
         if self._host.backend.path == "metadata":
             if what != "verify":
                 raise SpecStateError(f"replayed({what!r}): backend 'metadata' takes 'verify'{self._where}")
@@ -336,7 +338,7 @@ class Step:
         self._check_open(verb)
         num_layers = len(self._verified)
         if type(layer) is not int or not 0 <= layer < num_layers:
-            raise SpecStateError(f"{verb}: layer = {layer!r} is outside 0..{num_layers - 1}{self._where}")
+            raise SpecStateError(f"{verb}: layer = {shown(layer)} is outside 0..{num_layers - 1}{self._where}")
         if self._verified[layer]:
             raise StepOrderError(f"{verb}: layer {layer} has verified already{self._where}")
 
@@ -402,7 +404,8 @@ class Step:
                 if mine is not None and (given is mine or given is mine.num_accepted):
                     return sample
         if isinstance(given, SampleResult):
-            raise SpecStateError(f"{verb}: num_accepted is the sample of step {given.step.index}{self._where}")
+            other = f"step {given.step.index}" if isinstance(given.step, Step) else f"no step: {shown(given.step)}"
+            raise SpecStateError(f"{verb}: num_accepted is the sample of {other}{self._where}")
         return None
 
     def _record(self, kind: str, **fields: Any) -> None:

@@ -1,10 +1,10 @@
-"""Checks of tensors that come from outside; every message names the field, what was wanted and what came."""
+"""Checks of what comes from outside, tensors first; every message names the field, what was wanted and what came."""
 
 from collections.abc import Sequence
 
 import torch
 
-from specstate.errors import SpecStateError
+from specstate.errors import SpecStateError, shown
 
 DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -98,6 +98,38 @@ def _dense_runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         elif size > 1:
             starts = (starts[:, None] + stride * torch.arange(size, dtype=torch.int64, device="cpu")).flatten()
     return starts * tensor.element_size(), run * tensor.element_size()
+
+
+def resolve_device(device: object) -> torch.device:
+    """``device`` as tensors name theirs. Raises SpecStateError when it is none, has no memory, or is not there."""
+    try:
+        resolved = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SpecStateError(f"device = {shown(device)} is not a device: {reason}") from None
+    if resolved.type == "meta":
+        raise SpecStateError(
+            f"device = {shown(device)} has no memory; backend 'metadata' needs none and takes device='cpu'"
+        )
+    if resolved.type == "cpu":  # tensors never name its index
+        return torch.device("cpu")
+    if resolved.type == "cuda":
+        if not torch.cuda.is_available():
+            raise SpecStateError(f"device = {shown(device)}: no GPU is available; device='cpu' runs the reference")
+        if resolved.index is None:  # tensors name their index, so the manager does too
+            resolved = torch.device("cuda", torch.cuda.current_device())
+    try:
+        torch.empty(0, device=resolved)
+    except (RuntimeError, AssertionError, ImportError) as error:  # each kind of device has its own
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SpecStateError(f"device = {shown(device)} is not there: {reason}") from None
+    return resolved
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises SpecStateError when ``value`` is no bool: what is truthy by accident would be taken for a wish."""
+    if type(value) is not bool:
+        raise SpecStateError(f"{name} = {shown(value)} must be True or False")
 
 
 def unique_dtypes(*dtypes: torch.dtype) -> tuple[torch.dtype, ...]:

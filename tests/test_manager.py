@@ -265,6 +265,34 @@ def test_load_replaces_what_was_pending() -> None:
     story.run(seed=2)
 
 
+def test_load_from_the_storage_itself() -> None:
+    """Two layers that change places, and a state that lies across two slots: copied as they were before the call."""
+    config = make_config()
+    manager, other = make_manager(config), make_manager(config)
+    handle, _ = manager.admit("a"), manager.admit("b")
+    slot = int(manager.checkpoint_slots([handle])[0])
+    (first, first_conv), (second, second_conv) = (manager.checkpoints(layer) for layer in range(2))
+    for tensor in (first, first_conv, second, second_conv):
+        assert tensor is not None
+        tensor[1:] = torch.randn(tensor[1:].shape, dtype=tensor.dtype)
+    assert first_conv is not None and second_conv is not None
+    manager.load(handle, None, committed_len=3)
+    across = first.flatten()[first[0].numel() + 7 :][: first[0].numel()].view(first[0].shape)
+    for states in (
+        [(second[slot], second_conv[slot]), (first[slot], first_conv[slot])],
+        [(across, first_conv[slot]), (second[slot], second_conv[slot])],
+    ):
+        copied = [(recurrent.clone(), conv.clone()) for recurrent, conv in states]
+        manager.load(handle, states, committed_len=3)
+        if not other.num_requests:
+            other.admit("a")
+        other.load(handle, copied, committed_len=3)
+        for layer in range(2):
+            got, wanted = manager.read(handle, layer), other.read(handle, layer)
+            assert torch.equal(got.recurrent, wanted.recurrent)
+            assert got.conv is not None and wanted.conv is not None and torch.equal(got.conv, wanted.conv)
+
+
 def test_load_copies_and_keeps_no_graph() -> None:
     config = make_config()
     manager, twin = make_manager(config), load_twin(config, random_states(config, seed=1), 4)

@@ -6,7 +6,7 @@ from specstate.backends import Backend
 from specstate.backends.metadata import MetadataBackend
 from specstate.backends.tensors import TensorBackend
 from specstate.config import StateConfig
-from specstate.errors import SpecStateError
+from specstate.errors import SpecStateError, shown
 from specstate.kernels import Kernels
 from specstate.kernels.reference import ReferenceKernels
 from specstate.params import check_params
@@ -21,7 +21,7 @@ def build_backend(
 ) -> Backend:
     """The backend of a manager. Raises SpecStateError when its parts do not go together, before allocating anything."""
     if not isinstance(backend, str) or backend not in PATHS:
-        raise SpecStateError(f"backend = {backend!r} is not one of {', '.join(map(repr, PATHS))}")
+        raise SpecStateError(f"backend = {shown(backend)} is not one of {', '.join(map(repr, PATHS))}")
     if config.path not in (None, *PATHS[backend]):
         raise SpecStateError(
             f"config.path = {config.path!r} is no path of backend {backend!r}, which has "
@@ -46,21 +46,3 @@ def build_backend(
         held = Storage(config, device, storage)
         kernels = ReferenceKernels(config, checked, held)
     return TensorBackend(config, kernels, held, device, debug)
-
-
-def resolve_device(device: torch.device | str) -> torch.device:
-    """``device`` as tensors name theirs. Raises SpecStateError when it is none, has no memory, or is not there."""
-    try:
-        resolved = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise SpecStateError(f"device = {device!r} is not a device: {str(error).splitlines()[0]}") from None
-    if resolved.type == "meta":
-        raise SpecStateError(f"device = {device!r} has no memory; backend 'metadata' needs none and takes device='cpu'")
-    if resolved.type == "cpu":  # tensors never name its index
-        return torch.device("cpu")
-    if resolved.type == "cuda":
-        if not torch.cuda.is_available():
-            raise SpecStateError(f"device = {device!r}: no GPU is available; device='cpu' runs the reference")
-        if resolved.index is None:  # tensors name their index, so the manager does too
-            resolved = torch.device("cuda", torch.cuda.current_device())
-    return resolved

@@ -16,6 +16,7 @@ from specstate.config import StateConfig
 from specstate.errors import SpecStateError
 from specstate.kernels import rows as at
 from specstate.limits import INT32_MAX
+from specstate.validation import check_tensor
 
 
 @dataclass(slots=True)
@@ -192,15 +193,17 @@ class MetadataBackend:
 
 def _as_list(name: str, values: Any, kind: type, least_len: int, where: str) -> list[Any]:
     if isinstance(values, torch.Tensor):
-        integers = (torch.int32, torch.int64)
-        if values.dim() != 1 or values.dtype not in ((torch.bool,) if kind is bool else integers):
-            raise SpecStateError(
-                f"{name} must be one-dimensional and {kind.__name__}, got {list(values.shape)} {values.dtype}{where}"
-            )
         if values.device.type != "cpu":
             raise SpecStateError(f"{name} must be on the CPU for backend 'metadata', got {values.device}{where}")
+        dtypes = (torch.bool,) if kind is bool else (torch.int32, torch.int64)
+        check_tensor(name, values, (None,), dtypes, values.device, where)
     # Of a tensor, a numpy array or an array.array: Python's own numbers.
-    listed = values.tolist() if hasattr(values, "tolist") else values
+    listed = values
+    if hasattr(values, "tolist"):
+        try:
+            listed = values.tolist()
+        except Exception:  # whatever has a method of that name, and means another thing by it
+            listed = None
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes) or {*map(type, listed)} - {kind}:
         raise SpecStateError(f"{name} must be a sequence of {kind.__name__} or a CPU tensor{where}")
     if len(listed) < least_len:

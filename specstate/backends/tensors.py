@@ -54,7 +54,9 @@ class TensorBackend:
     def load(self, checkpoint_slot: int, record_row: int, states: Any, committed_len: int) -> None:
         if states is not None:
             self._check_states(states)
-            for layer, (recurrent, conv) in zip(self.storage.layers, states, strict=True):
+            # What lies in the storage itself may be overwritten before its turn comes.
+            apart = [[self._apart(state) for state in pair] for pair in states]
+            for layer, (recurrent, conv) in zip(self.storage.layers, apart, strict=True):
                 layer.recurrent[checkpoint_slot].copy_(recurrent)
                 if layer.conv is not None:
                     layer.conv[checkpoint_slot].copy_(conv)
@@ -282,6 +284,10 @@ class TensorBackend:
                         raise SpecStateError(f"states[{index}].conv must be None when conv_kernel_size is None")
                 else:
                     check_tensor(f"states[{index}].{name}", state, target.shape[1:], [target.dtype], self.device)
+
+    def _apart(self, state: Any) -> Any:
+        """``state``, a tensor or None, in memory that no tensor of the storage shares."""
+        return state.clone() if state is not None and self.storage.meets(state) else state
 
     def _check_out(self, out: torch.Tensor, inputs: dict[str, torch.Tensor], where: str) -> None:
         """``out`` is written while inputs and state are read, so it must have memory of its own."""

@@ -8,12 +8,14 @@ import functools
 import os
 from dataclasses import dataclass
 
+from specstate.backends.build import PATHS
 from specstate.config import StateConfig
-from specstate.errors import SpecStateError
+from specstate.errors import SpecStateError, shown
 from specstate.replay.checks import Differs, out_of_memory
 from specstate.replay.driver import Driver, ReplayBackend
 from specstate.trace import read_trace
 from specstate.trace.schema import TraceError
+from specstate.validation import check_flag
 
 #: What a replay shrinks every trace to, unless it runs at full shape: faults of order and ownership need no more.
 SHRUNK_LAYERS, SHRUNK_DIM = 2, 16
@@ -55,8 +57,11 @@ def replay_file(
 
     A call that the manager refuses, and a trace that contradicts itself, are differences. Raises TraceError (a
     SpecStateError) when the trace is damaged, no manager can be built for its config, a load is too long to recompute,
-    or memory runs out.
+    or memory runs out; SpecStateError for a wrong argument.
     """
+    check_flag("full_shape", full_shape)
+    if type(backend) is not str or backend not in PATHS:
+        raise SpecStateError(f"backend = {shown(backend)} is not one of {', '.join(map(repr, PATHS))}")
     header, events = read_trace(path, partial)
     try:
         driver = Driver(header, replay_config(header.config, full_shape, backend), backend)

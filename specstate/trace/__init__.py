@@ -7,8 +7,10 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from specstate.trace.recorder import TraceRecorder
+from specstate.errors import shown
+from specstate.trace.recorder import TraceRecorder, path_name
 from specstate.trace.schema import EVENTS, TRACE_VERSION, BeginStep, End, Event, Header, Read, TraceError
+from specstate.validation import check_flag
 
 __all__ = ["TRACE_VERSION", "TraceError", "TraceRecorder", "read_trace"]
 
@@ -20,11 +22,13 @@ def read_trace(path: str | os.PathLike[str], partial: bool = False) -> tuple[Hea
 
     partial: the trace may lack its ``end``, and its last line may be cut short, as of a process that died.
 
-    Raises TraceError, one line with file, line number and what is wrong, for damage of any kind.
+    Raises TraceError, one line with file, line number and what is wrong, for damage of any kind; SpecStateError for a
+    wrong argument.
     """
-    name = os.fspath(path)
+    name = path_name("path", path)
+    check_flag("partial", partial)
     try:
-        data = Path(path).read_bytes()
+        data = Path(name).read_bytes()
     except (OSError, ValueError) as error:
         raise TraceError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not data:
@@ -63,7 +67,7 @@ def _parse_all(name: str, lines: list[bytes], partial: bool) -> tuple[Header, tu
             _check_against(header, event, place)
             events.append(event)
         else:
-            raise TraceError(f"{place}: unknown event {_shown(kind)}")
+            raise TraceError(f"{place}: unknown event {shown(kind)}")
     if header is None:
         if lines or not partial:
             raise TraceError(f"{name}: has no header")
@@ -86,16 +90,16 @@ def _kind_of(line: bytes, place: str) -> str:
     except ValueError as error:
         raise TraceError(f"{place} is not JSON: {_one_line(error)}") from None
     if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
-        raise TraceError(f"{place} is not an object with a kind: {_shown(value)}")
+        raise TraceError(f"{place} is not an object with a kind: {shown(value)}")
     kind: str = value["kind"]
     if kind == "header" and value.get("trace_version") != TRACE_VERSION:
-        raise TraceError(f"{place}: trace_version is {_shown(value.get('trace_version'))}, this reads {TRACE_VERSION}")
+        raise TraceError(f"{place}: trace_version is {shown(value.get('trace_version'))}, this reads {TRACE_VERSION}")
     return kind
 
 
 def _parse_header(kind: str, line: bytes, place: str) -> Header:
     if kind != "header":
-        raise TraceError(f"{place} must be the header, not {_shown(kind)}")
+        raise TraceError(f"{place} must be the header, not {shown(kind)}")
     return _validated(Header, line, place)
 
 
@@ -107,7 +111,7 @@ def _validated(model: type[_Model], line: bytes, place: str) -> _Model:
         field = ".".join(str(part) for part in first["loc"] if part != "[key]")
         if first["type"] == "missing":  # the input is then all that is there
             raise TraceError(f"{place}: {field} is missing") from None
-        what = f"{field} = {_shown(first['input'])}: " if field else ""
+        what = f"{field} = {shown(first['input'])}: " if field else ""
         raise TraceError(f"{place}: {what}{_one_line(first['msg'].removeprefix('Value error, '))}") from None
 
 
@@ -135,12 +139,6 @@ def _is_json(text: bytes) -> bool:
 
 def _place(name: str, number: int) -> str:
     return f"{name}, line {number}"
-
-
-def _shown(value: object) -> str:
-    """``value`` for a message: one line, no longer than helps."""
-    text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _one_line(text: object) -> str:

@@ -2,14 +2,15 @@
 
 import os
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
 
 from specstate.config import StateConfig
-from specstate.errors import SpecStateError
-from specstate.limits import INT32_MAX
+from specstate.errors import SpecStateError, shown
+from specstate.limits import INT32_MAX, INT64_MAX
 from specstate.sampling import SamplingParams
 from specstate.trace.schema import EVENTS, End, Header, TraceError
 
@@ -37,15 +38,19 @@ class TraceRecorder:
     On a GPU the counts of a step are copied to pinned memory on the current stream; their line is written by a later
     call, once the copy has arrived, and lines keep the order of the calls. Nothing waits for the device but ``close``.
 
-    Raises TraceError when the file cannot be opened or takes no header. A write that fails later cannot undo the
-    transition that it belongs to, so it raises nothing there: recording stops, ``failure`` says why, and ``close``
-    raises it.
+    Raises TraceError for a wrong argument, and when the file cannot be opened or takes no header. A write that fails
+    later cannot undo the transition that it belongs to, so it raises nothing there: recording stops, ``failure`` says
+    why, and ``close`` raises it.
     """
 
     def __init__(self, file: str | os.PathLike[str] | TextIO, seed: int = 0) -> None:
+        if type(seed) is not int or not 0 <= seed <= INT64_MAX:
+            raise TraceError(f"seed = {shown(seed)} is outside 0..{INT64_MAX}")
         self._owns_file = isinstance(file, str | os.PathLike)
-        self._name = os.fspath(file) if isinstance(file, str | os.PathLike) else str(getattr(file, "name", "the trace"))
-        self._file = _open(self._name) if isinstance(file, str | os.PathLike) else file
+        if not self._owns_file and not all(callable(getattr(file, verb, None)) for verb in ("write", "flush")):
+            raise TraceError(f"file must be a path or a text file open for writing, not {type(file).__name__}")
+        self._name = path_name("file", file) if self._owns_file else str(getattr(file, "name", "the trace"))
+        self._file: Any = _open(self._name) if self._owns_file else file
         self._seed = seed
         self._started = self._closed = False
         self._failure: str | None = None
@@ -133,7 +138,7 @@ class TraceRecorder:
             return
         try:
             self._file.write(line + "\n")
-        except (OSError, ValueError) as error:  # a closed file raises ValueError
+        except (OSError, ValueError, TypeError) as error:  # a closed file raises ValueError, a binary one TypeError
             self._fail(f"event {self._num_events + 1} could not be written: {_reason(error)}")
 
     def _finish(self) -> None:
@@ -159,6 +164,17 @@ class TraceRecorder:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise TraceError(self._failure)
+
+
+def path_name(what: str, path: object) -> str:
+    """``path`` as text. Raises TraceError, naming the argument ``what``, when it is none."""
+    name = None
+    if isinstance(path, str | os.PathLike):
+        with suppress(TypeError):  # of a path that says it is another thing
+            name = os.fspath(path)
+    if not isinstance(name, str):
+        raise TraceError(f"{what} must be a path, not {type(path).__name__}")
+    return name
 
 
 def _open(path: str) -> TextIO:
