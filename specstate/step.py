@@ -309,6 +309,8 @@ class Step:
             self._host.backend.null_row(self._rows, row)
         self._requests[row] = None
         self._num_released += 1
+        # Should the rest of the release fail, a second one finds no step to leave.
+        request.open_step = None
 
     def refresh(self) -> None:
         """Some of its requests were flushed before its first verify. A replay to come reads the cursors itself."""

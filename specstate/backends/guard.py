@@ -23,12 +23,21 @@ class LayerGuard:
         }
 
     def check(self, what: str) -> None:
-        """Raises SpecStateError naming the tensor and slot that changed but may not; the layer is as before then."""
+        """Raises SpecStateError naming the tensor and slot that changed but may not; the layer is as before then.
+
+        Also when something else goes wrong here: the verify does not count then, so it must have folded nothing.
+        """
+        try:
+            self._compare(what)
+        except BaseException:
+            self._restore()
+            raise
+
+    def _compare(self, what: str) -> None:
         for name, before in self._before.items():
             after = getattr(self._layer, name)
             for slot in set(range(len(before))) - self._may_change[name]:
                 if not torch.equal(bits(before[slot]), bits(after[slot])):
-                    self._restore()
                     raise SpecStateError(f"{what} changed slot {slot} of {name}, which no row of the step may change")
 
     def _restore(self) -> None:

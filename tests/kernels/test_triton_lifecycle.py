@@ -10,6 +10,7 @@ import triton
 from hypothesis import HealthCheck, settings
 
 from specstate import SamplingParams, StateManager, StepMetadata
+from specstate.kernels import portable
 from specstate.replay import replay_file
 from tests.factories import POLICIES, make_inputs, make_manager, make_params, make_twin, run_step, verify_all
 from tests.kernels.harness import AIM, small_config
@@ -111,6 +112,36 @@ def test_steps_against_the_twin(taps: int | None, policy: str, device: str) -> N
     manager.flush()
     for handle, twin in rows:
         twin.check(manager, handle, 10 * AIM)
+
+
+class FailedLaunch:
+    """In place of a kernel: its launch finds no memory."""
+
+    def __getitem__(self, grid: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+
+@pytest.mark.parametrize("kernel", ["conv_kernel", "verify_kernel"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_launch_that_fails_can_be_cancelled(
+    layer: int, kernel: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also between the two launches of a layer, of which the first writes conv histories and the second folds."""
+    config = small_config(fold_policy="deferred", conv_kernel_size=3, num_layers=2)
+    manager, twin = make_manager(config, device, backend="triton", debug=False), make_twin(config)
+    handle = manager.admit("a")
+    run_step(manager, [(handle, twin, 3, 2)], seed=1, tolerance=10 * AIM)
+    step = manager.begin_step(StepMetadata(handles=(handle,), query_lens=(2,)))
+    inputs = make_inputs(config, 2, seed=2, device=device)
+    for index in range(layer):
+        step.verify(index, inputs[index].qkv, inputs[index].raw_gate, inputs[index].raw_beta)
+    with monkeypatch.context() as patch:
+        patch.setattr(portable, kernel, FailedLaunch())
+        with pytest.raises(torch.OutOfMemoryError):
+            step.verify(layer, inputs[layer].qkv, inputs[layer].raw_gate, inputs[layer].raw_beta)
+    step.cancel()
+    twin.check(manager, handle, 10 * AIM)
+    run_step(manager, [(handle, twin, 4, 4)], seed=3, tolerance=10 * AIM)
 
 
 @pytest.mark.gpu
