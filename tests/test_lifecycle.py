@@ -8,7 +8,7 @@ come at the wrong moment must be refused, and change nothing that the next check
 import functools
 import os
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -72,24 +72,47 @@ class OpenStep:
 
     @property
     def between(self) -> bool:
-        return 0 < len(self.verified) < NUM_LAYERS
+        return 0 < len(self.verified) < len(self.inputs)
 
 
-class Lifecycle(RuleBasedStateMachine):
-    #: What a machine for another backend changes.
-    backend = "reference"
-    device = "cpu"
-    sizes: ClassVar[dict[str, Any]] = {"head_k_dim": 3, "head_v_dim": 2}
-    tolerance = 1e-11
+class Rows(NamedTuple):
+    """What a step is begun with, by the names of its requests."""
 
-    @initialize(
-        policy=st.sampled_from(POLICIES),
-        windows=st.integers(0, 2),
-        taps=st.sampled_from([None, 2, 4]),
-        checkpoints=st.integers(2, 4),
-    )
-    def build(self, policy: str, windows: int, taps: int | None, checkpoints: int) -> None:
+    names: tuple[str | None, ...]
+    lens: tuple[int, ...]
+    kinds: tuple[str, ...]
+    least: tuple[int, ...]
+    entries: tuple[int, ...]
+    pad_to: tuple[int, int] | None
+
+
+class End(NamedTuple):
+    """How a step ends; the columns are by entry."""
+
+    verb: str
+    counts: list[int]
+    eager: list[bool]
+    finished: list[bool]
+
+
+class Side:
+    """One manager, and what each of its requests must hold."""
+
+    def __init__(
+        self,
+        policy: str,
+        windows: int,
+        taps: int | None,
+        checkpoints: int,
+        *,
+        backend: str = "reference",
+        device: str = "cpu",
+        num_layers: int = NUM_LAYERS,
+        tolerance: float = 1e-11,
+        **sizes: Any,
+    ) -> None:
         least = {"eager": 3, "deferred": 6, "ring": 6}[policy]
+        self.device, self.num_layers, self.tolerance = device, num_layers, tolerance
         self.config = make_config(
             fold_policy=policy,
             max_query_len=3,
@@ -97,76 +120,22 @@ class Lifecycle(RuleBasedStateMachine):
             conv_kernel_size=taps,
             max_requests=3,
             num_checkpoints=checkpoints,
+            num_layers=num_layers,
             num_heads=1,
-            **self.sizes,
+            **sizes,
         )
         self.dtype = DTYPES[self.config.checkpoint_dtype]
-        self.manager = make_manager(self.config, self.device, backend=self.backend, debug=False)
+        self.manager = make_manager(self.config, device, backend=backend, debug=False)
         self.oracle = make_twin(self.config).oracle
         self.lives: dict[str, Life] = {}
         self.stale: list[Handle] = []
         self.open: list[OpenStep] = []
         self.seed = 0
         self.dropped = self.wasted = self.clamped = 0
-        for name in NAMES[:2]:
-            self._admit(name)
-
-    # -- three rules with many faces each: hypothesis leaves out whole rules at random, and none of these may be missing
-
-    @rule(data=st.data(), face=st.sampled_from(["admit", "load", "release", "stale", "flush", "flush"]))
-    def request(self, data: st.DataObject, face: str) -> None:
-        if face == "admit":
-            self._admit(data.draw(st.sampled_from(NAMES)))
-        elif face == "flush":
-            self._flush(data, data.draw(st.booleans()))
-        elif face == "stale":
-            self._use_stale_handles()
-        elif self.lives and face == "load":
-            self._load(data)
-        elif self.lives:
-            self._release(data)
-
-    @rule(data=st.data(), then=st.sampled_from(["leave", "verify", "cancel", "end", "end"]))
-    def begin(self, data: st.DataObject, then: str) -> None:
-        step = self._begin(data)
-        if step is None or then == "leave":
-            return
-        if then == "cancel":
-            self._verify(step, data.draw(st.sampled_from([[0], [1], [0, 1]])))
-            self._cancel(step)
-            return
-        self._verify(step, [0, 1])
-        if then == "end":
-            self._end(data, step)
-
-    @precondition(lambda self: self.open)
-    @rule(
-        data=st.data(),
-        face=st.sampled_from("verify one,verify,write,flush,end,end,cancel,release,flush all".split(",")),
-    )
-    def proceed(self, data: st.DataObject, face: str) -> None:
-        step = data.draw(st.sampled_from(self.open))
-        layer = data.draw(st.integers(0, NUM_LAYERS - 1))
-        if face == "verify":
-            self._verify(step, list(range(NUM_LAYERS)))
-        elif face == "verify one":
-            self._verify(step, [layer])
-        elif face == "write":
-            self._write_records(step, layer)
-        elif face == "flush":
-            self._flush_step(step)
-        elif face == "end":
-            self._end(data, step)
-        elif face == "cancel":
-            self._cancel(step)
-        elif face == "flush all":
-            self._flush(data, everyone=True)
-        elif self.lives:
-            self._release(data)
 
     # -- a request's life
 
-    def _admit(self, name: str) -> None:
+    def admit(self, name: str) -> None:
         if name in self.lives:
             with pytest.raises(SpecStateError, match="live already"):
                 self.manager.admit(name)
@@ -178,8 +147,8 @@ class Lifecycle(RuleBasedStateMachine):
             assert self.manager.can_admit()
             self.lives[name] = Life(self.manager.admit(name), make_twin(self.config))
 
-    def _load(self, data: st.DataObject) -> None:
-        life, position, in_place = self._draw_life(data), data.draw(st.integers(0, 40)), data.draw(st.booleans())
+    def load(self, name: str, position: int, in_place: bool) -> None:
+        life = self.lives[name]
         states = self._random_states()
         if life.step is not None:
             with pytest.raises(StepOrderError):
@@ -189,7 +158,7 @@ class Lifecycle(RuleBasedStateMachine):
         conv = [None if self.config.layer.conv_kernel_size is None else self._given(s.conv) for s in states]
         if in_place:
             slot = int(self.manager.checkpoint_slots([life.handle])[0])
-            for layer in range(NUM_LAYERS):
+            for layer in range(self.num_layers):
                 recurrent, history = self.manager.checkpoints(layer)
                 recurrent[slot] = recurrents[layer]
                 if history is not None:
@@ -197,11 +166,11 @@ class Lifecycle(RuleBasedStateMachine):
             self.manager.load(life.handle, None, committed_len=position)
         else:
             self.manager.load(life.handle, list(zip(recurrents, conv, strict=True)), committed_len=position)
-        life.twin = Twin(self.oracle, NUM_LAYERS, states, position)
+        life.twin = Twin(self.oracle, self.num_layers, states, position)
         life.pending, life.may_be_pending, life.finished = 0, False, False
 
-    def _release(self, data: st.DataObject) -> None:
-        life = self._draw_life(data)
+    def release(self, name: str) -> None:
+        life = self.lives[name]
         self.manager.release(life.handle)
         if life.step is not None:
             for row in life.step.rows:
@@ -211,7 +180,7 @@ class Lifecycle(RuleBasedStateMachine):
         del self.lives[life.handle.request_id]
         self.stale.append(life.handle)
 
-    def _use_stale_handles(self) -> None:
+    def use_stale_handles(self) -> None:
         for handle in self.stale:
             metadata = StepMetadata(handles=(handle,), query_lens=(1,))
             for call, arguments in (
@@ -226,40 +195,48 @@ class Lifecycle(RuleBasedStateMachine):
 
     # -- a step
 
-    def _begin(self, data: st.DataObject) -> OpenStep | None:
+    def draw_rows(self, data: st.DataObject, names: list[str]) -> Rows:
+        """A step over some of ``names``, and maybe a dummy row."""
         dummies, shuffle = data.draw(st.integers(0, 1)), data.draw(st.booleans())
         padding = data.draw(st.sampled_from([None, 1, (1, 2)]))
-        # Mostly requests that are free, so that steps get going; sometimes one that must be refused.
-        free = [name for name in sorted(self.lives) if self.lives[name].step is None]
-        names = free if data.draw(st.integers(0, 5)) else sorted(self.lives)
-        lives = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1)) if names else []
-        chosen: list[Life | None] = [self.lives[name] for name in lives] + [None] * dummies
-        lens = [data.draw(st.integers(1, 3)) for _ in chosen]
+        chosen = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1)) if names else []
+        rows: list[str | None] = [*chosen, *[None] * dummies]
+        lens = [data.draw(st.integers(1, 3)) for _ in rows]
         kind = st.sampled_from(["decode", "decode", "prompt"])
-        kinds = ["dummy" if life is None else data.draw(kind) for life in chosen]
+        kinds = ["dummy" if name is None else data.draw(kind) for name in rows]
         least = [n if kind == "prompt" else data.draw(st.integers(1, n)) for kind, n in zip(kinds, lens, strict=True)]
-        entries = data.draw(st.permutations(range(len(chosen) + 1)))[: len(chosen)] if shuffle else range(len(chosen))
+        entries = data.draw(st.permutations(range(len(rows) + 1)))[: len(rows)] if shuffle else range(len(rows))
         pad_to = None
         if padding is not None:
             extra_rows, extra_tokens = padding if isinstance(padding, tuple) else (padding, 0)
-            pad_to = (len(chosen) + extra_rows, sum(lens) + extra_tokens)
+            pad_to = (len(rows) + extra_rows, sum(lens) + extra_tokens)
+        return Rows(tuple(rows), tuple(lens), tuple(kinds), tuple(least), tuple(entries), pad_to)
+
+    def free(self) -> list[str]:
+        """Requests that are in no open step."""
+        return [name for name in sorted(self.lives) if self.lives[name].step is None]
+
+    def begin(self, rows: Rows) -> OpenStep | None:
+        """The step over ``rows``; None when it was refused, as it must be when one of them has an open step."""
+        chosen = [None if name is None else self.lives[name] for name in rows.names]
         metadata = StepMetadata(
             handles=tuple(None if life is None else life.handle for life in chosen),
-            query_lens=tuple(lens),
-            row_kinds=tuple(kinds),
-            min_accepted=tuple(least),
-            batch_index=tuple(entries),
+            query_lens=rows.lens,
+            row_kinds=rows.kinds,
+            min_accepted=rows.least,
+            batch_index=rows.entries,
         )
         if any(life is not None and life.step is not None for life in chosen):
             with pytest.raises(StepOrderError, match="still open"):
-                self.manager.begin_step(metadata, pad_to)
+                self.manager.begin_step(metadata, rows.pad_to)
             return None
-        tokens = sum(lens) if pad_to is None else pad_to[1]
+        tokens = sum(rows.lens) if rows.pad_to is None else rows.pad_to[1]
         self.seed += 1
         inputs = make_inputs(self.config, tokens, self.seed, self.device)
-        step = OpenStep(self.manager.begin_step(metadata, pad_to), [], inputs)
+        step = OpenStep(self.manager.begin_step(metadata, rows.pad_to), [], inputs)
         start = 0
-        for life, query_len, minimum, entry, kind in zip(chosen, lens, least, entries, kinds, strict=True):
+        columns = (chosen, rows.lens, rows.least, rows.entries, rows.kinds)
+        for life, query_len, minimum, entry, kind in zip(*columns, strict=True):
             window = [tensors[start : start + query_len] for tensors in inputs]
             row = Row(life, query_len, minimum, entry, window, prompt=kind == "prompt")
             if life is not None:
@@ -270,7 +247,7 @@ class Lifecycle(RuleBasedStateMachine):
         self.open.append(step)
         return step
 
-    def _verify(self, step: OpenStep, layers: list[int]) -> None:
+    def verify(self, step: OpenStep, layers: list[int]) -> None:
         for index in layers:
             tensors = step.inputs[index]
             if index in step.verified:
@@ -290,7 +267,7 @@ class Lifecycle(RuleBasedStateMachine):
                 start += row.query_len
             assert not output[start:].any()
 
-    def _write_records(self, step: OpenStep, layer: int) -> None:
+    def write_records(self, step: OpenStep, layer: int) -> None:
         if layer in step.verified:
             return
         records = self._records_of(step, layer)
@@ -301,7 +278,7 @@ class Lifecycle(RuleBasedStateMachine):
         step.step.write_records(layer, *records)
         step.verified.add(layer)
 
-    def _flush_step(self, step: OpenStep) -> None:
+    def flush_step(self, step: OpenStep) -> None:
         if step.verified:
             with pytest.raises(StepOrderError):
                 step.step.flush()
@@ -312,23 +289,31 @@ class Lifecycle(RuleBasedStateMachine):
             if row.life is not None:
                 row.life.pending, row.life.may_be_pending = 0, False
 
-    def _end(self, data: st.DataObject, step: OpenStep) -> None:
+    def draw_end(self, data: st.DataObject, step: OpenStep) -> End:
+        """Counts in and out of range, with and without masks, maybe longer than need be."""
         verb, masks = data.draw(st.sampled_from(["defer", "defer", "defer", "commit"])), data.draw(st.booleans())
         longer = data.draw(st.integers(0, 2))
         size = max([row.entry + 1 for row in step.rows] or [0]) + longer
-        counts = [data.draw(st.integers(-1, 5)) for _ in range(size)]
-        eager = [masks and data.draw(st.booleans()) for _ in range(size)]
-        finished = [masks and data.draw(st.integers(0, 4)) == 0 for _ in range(size)]
+        return End(
+            verb,
+            [data.draw(st.integers(-1, 5)) for _ in range(size)],
+            [masks and data.draw(st.booleans()) for _ in range(size)],
+            [masks and data.draw(st.integers(0, 4)) == 0 for _ in range(size)],
+        )
+
+    def end(self, step: OpenStep, how: End) -> bool:
+        """Whether the step has ended, as it must when all layers have verified."""
+        verb, counts, eager, finished = how
         given = torch.tensor(counts, dtype=torch.int64, device=self.device)
         if verb == "commit":
             end = functools.partial(step.step.commit, given)
         else:
             masks_given = (torch.tensor(mask, dtype=torch.bool, device=self.device) for mask in (eager, finished))
             end = functools.partial(step.step.defer, given, *masks_given)
-        if len(step.verified) < NUM_LAYERS:
+        if len(step.verified) < self.num_layers:
             with pytest.raises(StepOrderError, match="not verified"):
                 end()
-            return
+            return False
         end()
         self._close(step)
         self.dropped += step.released
@@ -353,8 +338,9 @@ class Lifecycle(RuleBasedStateMachine):
                 life.pending = 0
         with pytest.raises(StepOrderError, match="ended"):
             end()
+        return True
 
-    def _cancel(self, step: OpenStep) -> None:
+    def cancel(self, step: OpenStep) -> None:
         step.step.cancel()
         self._close(step)
         if step.verified and self.config.fold_policy == "deferred":
@@ -364,12 +350,10 @@ class Lifecycle(RuleBasedStateMachine):
         with pytest.raises(StepOrderError, match="ended"):
             step.step.cancel()
 
-    def _flush(self, data: st.DataObject, everyone: bool) -> None:
-        names = sorted(self.lives)
-        if not everyone and names:
-            names = data.draw(st.lists(st.sampled_from(names), unique=True))
-        lives = [self.lives[name] for name in names]
-        handles = None if everyone else [life.handle for life in lives]
+    def flush(self, names: list[str] | None) -> None:
+        """Of ``names``, or of all requests."""
+        lives = [self.lives[name] for name in (self.lives if names is None else names)]
+        handles = None if names is None else [life.handle for life in lives]
         if any(life.step is not None and life.step.between for life in lives):
             with pytest.raises(StepOrderError, match="have verified"):
                 self.manager.flush(handles)
@@ -382,10 +366,7 @@ class Lifecycle(RuleBasedStateMachine):
 
     # -- what must hold after every rule
 
-    @invariant()
     def agrees(self) -> None:
-        if not hasattr(self, "manager"):
-            return
         self.manager.check_integrity()
         counters = self.manager.counters()
         assert (counters.dropped_ends, counters.wasted_windows) == (self.dropped, self.wasted)
@@ -401,12 +382,9 @@ class Lifecycle(RuleBasedStateMachine):
 
     # -- helpers
 
-    def _draw_life(self, data: st.DataObject) -> Life:
-        return self.lives[data.draw(st.sampled_from(sorted(self.lives)))]
-
     def _folded_by_verify(self, life: Life) -> bool:
         step = life.step
-        return self.config.fold_policy == "deferred" and step is not None and len(step.verified) == NUM_LAYERS
+        return self.config.fold_policy == "deferred" and step is not None and len(step.verified) == self.num_layers
 
     def _close(self, step: OpenStep) -> None:
         self.open.remove(step)
@@ -428,7 +406,7 @@ class Lifecycle(RuleBasedStateMachine):
                 torch.randn(zero.recurrent.shape, generator=generator, dtype=torch.float64).to(self.dtype).double(),
                 torch.randn(zero.conv.shape, generator=generator, dtype=torch.float64).to(self.dtype).double(),
             )
-            for _ in range(NUM_LAYERS)
+            for _ in range(self.num_layers)
         ]
 
     def _records_of(self, step: OpenStep, layer: int) -> tuple[torch.Tensor | None, ...]:
@@ -445,6 +423,101 @@ class Lifecycle(RuleBasedStateMachine):
                 state, u[t], key[t] = token.state, token.u, token.key
             start += row.query_len
         return self._given(u), self._given(key), tensors.raw_gate, tensors.qkv if spec.conv_kernel_size else None
+
+
+class Lifecycle(RuleBasedStateMachine):
+    #: What a machine for another backend changes.
+    backend = "reference"
+    device = "cpu"
+    sizes: ClassVar[dict[str, Any]] = {"head_k_dim": 3, "head_v_dim": 2}
+    tolerance = 1e-11
+
+    @initialize(
+        policy=st.sampled_from(POLICIES),
+        windows=st.integers(0, 2),
+        taps=st.sampled_from([None, 2, 4]),
+        checkpoints=st.integers(2, 4),
+    )
+    def build(self, policy: str, windows: int, taps: int | None, checkpoints: int) -> None:
+        options = {"backend": self.backend, "device": self.device, "tolerance": self.tolerance, **self.sizes}
+        self.side = Side(policy, windows, taps, checkpoints, **options)
+        for name in NAMES[:2]:
+            self.side.admit(name)
+
+    # -- three rules with many faces each: hypothesis leaves out whole rules at random, and none of these may be missing
+
+    @rule(data=st.data(), face=st.sampled_from(["admit", "load", "release", "stale", "flush", "flush"]))
+    def request(self, data: st.DataObject, face: str) -> None:
+        side = self.side
+        if face == "admit":
+            side.admit(data.draw(st.sampled_from(NAMES)))
+        elif face == "flush":
+            side.flush(self._draw_names(data))
+        elif face == "stale":
+            side.use_stale_handles()
+        elif side.lives and face == "load":
+            side.load(self._draw_name(data), data.draw(st.integers(0, 40)), data.draw(st.booleans()))
+        elif side.lives:
+            side.release(self._draw_name(data))
+
+    @rule(data=st.data(), then=st.sampled_from(["leave", "verify", "cancel", "end", "end"]))
+    def begin(self, data: st.DataObject, then: str) -> None:
+        side = self.side
+        # Mostly requests that are free, so that steps get going; sometimes one that must be refused.
+        names = side.free() if data.draw(st.integers(0, 5)) else sorted(side.lives)
+        step = side.begin(side.draw_rows(data, names))
+        if step is None or then == "leave":
+            return
+        if then == "cancel":
+            side.verify(step, data.draw(st.sampled_from([[0], [1], [0, 1]])))
+            side.cancel(step)
+            return
+        side.verify(step, [0, 1])
+        if then == "end":
+            side.end(step, side.draw_end(data, step))
+
+    @precondition(lambda self: self.side.open)
+    @rule(
+        data=st.data(),
+        face=st.sampled_from("verify one,verify,write,flush,end,end,cancel,release,flush all".split(",")),
+    )
+    def proceed(self, data: st.DataObject, face: str) -> None:
+        side = self.side
+        step = data.draw(st.sampled_from(side.open))
+        layer = data.draw(st.integers(0, NUM_LAYERS - 1))
+        if face == "verify":
+            side.verify(step, list(range(NUM_LAYERS)))
+        elif face == "verify one":
+            side.verify(step, [layer])
+        elif face == "write":
+            side.write_records(step, layer)
+        elif face == "flush":
+            side.flush_step(step)
+        elif face == "end":
+            side.end(step, side.draw_end(data, step))
+        elif face == "cancel":
+            side.cancel(step)
+        elif face == "flush all":
+            side.flush(None)
+        elif side.lives:
+            side.release(self._draw_name(data))
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "side"):
+            self.side.agrees()
+
+    # -- helpers
+
+    def _draw_name(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(sorted(self.side.lives)))
+
+    def _draw_names(self, data: st.DataObject) -> list[str] | None:
+        """Some requests, or None: all of them."""
+        names = sorted(self.side.lives)
+        if data.draw(st.booleans()):
+            return None
+        return data.draw(st.lists(st.sampled_from(names), unique=True)) if names else []
 
 
 class TestLifecycle(Lifecycle.TestCase):
