@@ -451,16 +451,18 @@ def test_all_rows_of_a_step_may_be_released() -> None:
     story.manager.check_integrity()
 
 
-def test_an_end_for_a_slot_of_another_generation_is_dropped_and_counted() -> None:
-    """The device's own guard, should a host ever lose track."""
-    story = Story(requests=1, debug=False)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_end_for_a_slot_of_another_generation_is_dropped_and_counted(policy: str) -> None:
+    """The device's own guard, should a host ever lose track: no cursor moves, no checkpoint is written, not slot 0."""
+    story = Story(policy, requests=1, debug=False)
     step, inputs = story.begin(4)
     verify_all(step, inputs)
-    cursors = storage_of(story.manager).cursors
-    cursors[story.handles[0].record_slot, 2] += 1
-    before = cursors.clone()
+    storage = storage_of(story.manager)
+    storage.cursors[story.handles[0].record_slot, 2] += 1
+    held = [storage.cursors, *(tensor for layer in storage.layers for tensor in (layer.recurrent, layer.conv))]
+    before = [tensor.clone() for tensor in held]
     step.defer(counts(3), eager=torch.tensor([True]), finished=torch.tensor([True]))
-    assert torch.equal(cursors, before)
+    assert [torch.equal(tensor, kept) for tensor, kept in zip(held, before, strict=True)] == [True] * len(held)
     assert story.manager.counters().dropped_ends == 1
 
 

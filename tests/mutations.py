@@ -1,0 +1,323 @@
+"""A mutation check of the guards: python -m tests.mutations [WORD ...]
+
+Removes guards of the rules of ownership (docs/rules.md) one at a time, in a copy of the package that is thrown away,
+and runs the tests that must notice. Prints a line for each and exits 1 when a mutant survives: then a rule has no test.
+A WORD picks the mutations whose line has it. What breaks at run time stands in test_replay.py; here it is the source.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A guard, and what is left of it: ``text`` stands exactly once in ``file``."""
+
+    rule: int
+    guard: str
+    file: str
+    text: str
+    replacement: str
+    tests: tuple[str, ...]
+    """Arguments of pytest: of these tests at least one must fail."""
+
+    def __str__(self) -> str:
+        return f"rule {self.rule:2}, {self.guard} ({self.file})"
+
+
+def refusals(words: str) -> tuple[str, ...]:
+    return ("tests/test_refusals.py", "-k", words)
+
+
+def manager(words: str) -> tuple[str, ...]:
+    return ("tests/test_manager.py", "-k", words)
+
+
+def triton(file: str, words: str) -> tuple[str, ...]:
+    return (f"tests/kernels/test_triton_{file}.py", "-k", words)
+
+
+MUTATIONS = (
+    # -- rule 1: one owner
+    Mutation(
+        1, "an end compares generations", "specstate/kernels/cursors.py",
+        " & (cursor[:, at.CURSOR_GENERATION] == rows[:, at.GENERATION])", "",
+        manager("another_generation_is_dropped"),
+    ),
+    Mutation(
+        1, "a handle is of its generation", "specstate/requests.py",
+        "if request.handle != handle:", "if False:",
+        refusals("another and generation"),
+    ),
+    Mutation(
+        1, "a release nulls the row of an open step", "specstate/manager.py",
+        "request.open_step.null_request(request)", "pass",
+        manager("release_in_an_open_step"),
+    ),
+    Mutation(
+        1, "a nulled row has no record row", "specstate/kernels/cursors.py",
+        "columns[at.RECORD_ROW].fill_(-1)", "pass",
+        manager("release_in_an_open_step"),
+    ),
+    Mutation(
+        1, "a late row writes no cursor", "specstate/kernels/cursors.py",
+        "torch.where(owned, value, cursor[:, column])", "value",
+        manager("another_generation_is_dropped"),
+    ),
+    Mutation(
+        1, "a late row folds nothing", "specstate/kernels/cursors.py",
+        "folds = owned & fold", "folds = (rows[:, at.RECORD_ROW] >= 0) & fold",
+        manager("another_generation_is_dropped"),
+    ),
+    Mutation(
+        1, "Triton: a late row writes no cursor", "specstate/kernels/triton_cursor.py",
+        "tl.store(p_cursor, checkpoint_len + folded, mask=owned)", "tl.store(p_cursor, checkpoint_len + folded)",
+        triton("cursor", "late_end"),
+    ),
+    # -- rule 2: pending records
+    Mutation(
+        2, "new parameters wait for a flush", "specstate/manager.py",
+        "            if request.may_be_pending:", "            if False:",
+        refusals("set_params and pending"),
+    ),
+    Mutation(
+        2, "what verify folded is pending no more", "specstate/kernels/cursors.py",
+        "cursor[:, at.CURSOR_PENDING_LEN] - rows[:, at.FOLD_LEN] + accepted",
+        "cursor[:, at.CURSOR_PENDING_LEN] + accepted",
+        manager("deferred_folds_in_the_next_verify"),
+    ),
+    Mutation(
+        2, "a ring folds before the next window might not fit", "specstate/kernels/cursors.py",
+        "pending + max_query_len > capacity", "pending > capacity",
+        manager("ring_folds_when"),
+    ),
+    Mutation(
+        2, "records of an own kernel come after a flush", "specstate/step.py",
+        "if not self._flushed:", "if False:",
+        refusals("write_records and pending"),
+    ),
+    # -- rule 3: verify reads, and writes records
+    Mutation(
+        3, "debug compares what a verify wrote", "specstate/backends/guard.py",
+        "if not torch.equal(bits(before[slot]), bits(after[slot])):", "if False:",
+        manager("verify_that_writes_elsewhere"),
+    ),
+    Mutation(
+        3, "an out lies outside of the storage", "specstate/backends/tensors.py",
+        "if self.storage.meets(out):", "if False:",
+        refusals("out and record_u"),
+    ),
+    # -- rule 4: a row that owns nothing does nothing
+    Mutation(
+        4, "slot 0 and record row -1 are nobody's", "specstate/kernels/cursors.py",
+        "(rows[:, at.CHECKPOINT_SLOT] > 0) & (rows[:, at.RECORD_ROW] >= 0)", "rows[:, at.RECORD_ROW] >= -1",
+        manager("padding_changes_nothing"),
+    ),
+    Mutation(
+        4, "padding reads zero", "specstate/kernels/reference.py",
+        "torch.where(places.answered, o[window.token_offset, window.token_row], 0.0)",
+        "o[window.token_offset, window.token_row]",
+        manager("padding_changes_nothing"),
+    ),
+    Mutation(
+        4, "Triton: a verify for nobody reads zero", "specstate/kernels/triton_verify.py",
+        "(record_row < 0):\n        for t in range(query_len):", "(record_row < 0):\n        for t in range(0):",
+        triton("verify", "padding_dummies_and_poison"),
+    ),
+    # -- rule 5: counts in range
+    Mutation(
+        5, "counts are clamped", "specstate/kernels/cursors.py",
+        "torch.minimum(torch.maximum(counts, rows[:, at.MIN_ACCEPTED]), rows[:, at.QUERY_LEN])", "counts",
+        manager("counts_are_clamped"),
+    ),
+    Mutation(
+        5, "debug refuses counts out of range", "specstate/step.py",
+        "if not least <= counts[row] <= query_len:", "if False:",
+        refusals("debug_refuses_counts"),
+    ),
+    Mutation(
+        5, "Triton: counts are clamped", "specstate/kernels/triton_cursor.py",
+        "tl.minimum(tl.maximum(count, tl.load(p_row + 5)), tl.load(p_row + 3))", "count",
+        triton("cursor", "absurd_counts"),
+    ),
+    Mutation(
+        5, "a finished request accepts nothing", "specstate/kernels/cursors.py",
+        "running = owned & ~was_finished", "running = owned",
+        manager("windows_after_the_end_token"),
+    ),
+    Mutation(
+        5, "a prompt row goes on after an end token", "specstate/kernels/cursors.py",
+        " & (rows[:, at.ROW_KIND] != at.PROMPT)", "",
+        ("tests/test_sampling.py",),
+    ),
+    # -- rule 7: conv and recurrent state at one position
+    Mutation(
+        7, "integrity compares conv histories", "specstate/backends/tensors.py",
+        "if not torch.equal(bits(ring), bits(layer.conv[checkpoint_slot])):", "if False:",
+        manager("integrity_finds_a_conv_history"),
+    ),
+    # -- rule 8: addresses
+    Mutation(
+        8, "Triton: an address table knows its storage", "specstate/kernels/table.py",
+        "if now != then:", "if False:",
+        triton("layouts", "replaced_storage"),
+    ),
+    # -- rule 9: slots are conserved
+    Mutation(
+        9, "a free slot is not freed again", "specstate/slots.py",
+        "if slot not in self._taken:", "if False:",
+        ("tests/test_slots.py",),
+    ),
+    Mutation(
+        9, "no slot, no admit", "specstate/manager.py",
+        "if not self.can_admit():", "if False:",
+        refusals("without_a_free_slot"),
+    ),
+    # -- rule 11: one open step a request
+    Mutation(
+        11, "a request in an open step begins no other", "specstate/batch.py",
+        "if request.open_step is not None:", "if False:",
+        refusals("begin_step and open"),
+    ),
+    Mutation(
+        11, "a step ends once", "specstate/step.py",
+        "if self._ended_by is not None:", "if False:",
+        refusals("committed and commit"),
+    ),
+    Mutation(
+        11, "a step names a request once", "specstate/batch.py",
+        "if row_of.setdefault(handle.request_id, row) != row:", "if False:",
+        refusals("request and twice"),
+    ),
+    # -- rule 12: how a step ends, and what may come in between
+    Mutation(
+        12, "a layer verifies once", "specstate/step.py",
+        "if self._verified[layer]:", "if False:",
+        refusals("again"),
+    ),
+    Mutation(
+        12, "a step ends when all layers have verified", "specstate/step.py",
+        "        if missing:", "        if False:",
+        refusals("commit and one and layer"),
+    ),
+    Mutation(
+        12, "no flush between verifies", "specstate/manager.py",
+        'self._refuse_between_verifies("flush", request)', "pass",
+        refusals("manager.flush"),
+    ),
+    Mutation(
+        12, "no read between verifies", "specstate/manager.py",
+        'self._refuse_between_verifies("read", request)', "pass",
+        refusals("read and one and layer"),
+    ),
+    Mutation(
+        12, "a flush folds nothing that a verify has folded", "specstate/manager.py",
+        " and not request.folded_by_verify]", "]",
+        manager("flush_at_every_allowed_moment"),
+    ),
+    Mutation(
+        12, "a step learns of a flush before its first verify", "specstate/manager.py",
+        "step.refresh()", "pass",
+        manager("flush_at_every_allowed_moment"),
+    ),
+    Mutation(
+        12, "a flush leaves verify nothing to fold", "specstate/kernels/reference.py",
+        "step.rows[:, at.FOLD_LEN] = 0", "pass",
+        manager("flush_at_every_allowed_moment"),
+    ),
+    Mutation(
+        12, "a cancel folds the layers that did not verify", "specstate/kernels/reference.py",
+        "self._fold(cursors.verify_fold_plan(step.rows), unverified)", "pass",
+        manager("cancel_then_the_same_window"),
+    ),
+    Mutation(
+        12, "a failed check of a verify takes its fold back", "specstate/backends/guard.py",
+        "except BaseException:", "except ZeroDivisionError:",
+        ("tests/test_exceptions.py", "-k", "any_operation_may_fail and debug and deferred"),
+    ),
+)  # fmt: skip
+
+
+def copy_of_the_package(folder: Path) -> Path:
+    """What the tests need, in ``folder``."""
+    skip = shutil.ignore_patterns("__pycache__", ".*", "weights")
+    for name in ("specstate", "tests", "examples", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=skip)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "CI": "1"}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S,
+    )  # fmt: skip
+
+
+def run_tests(folder: Path, tests: tuple[str, ...]) -> tuple[int, str]:
+    """pytest's exit code, and the end of what it said."""
+    ended = run(folder, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests)
+    return ended.returncode, " | ".join(ended.stdout.strip().splitlines()[-3:])
+
+
+def outcome(folder: Path, mutation: Mutation, unmutated: dict[tuple[str, ...], tuple[int, str]]) -> str:
+    """"killed", or why not. The copy is as before afterwards. ``unmutated``: what tests said that have run already."""
+    path = folder / mutation.file
+    source = path.read_text(encoding="utf-8")
+    if source.count(mutation.text) != 1:
+        return f"NOT APPLIED: {mutation.text!r} stands {source.count(mutation.text)} times in {mutation.file}"
+    if mutation.tests not in unmutated:
+        unmutated[mutation.tests] = run_tests(folder, mutation.tests)
+    code, said = unmutated[mutation.tests]
+    if code != 0:
+        return f"NO TEST: unmutated, pytest ends with {code}: {said}"
+    path.write_text(source.replace(mutation.text, mutation.replacement), encoding="utf-8")
+    try:
+        code, said = run_tests(folder, mutation.tests)
+    except subprocess.TimeoutExpired:
+        return f"HANGS for {TIMEOUT_S} s"
+    finally:
+        path.write_text(source, encoding="utf-8")
+    # 1: tests failed. Anything else says that the mutant does not even load.
+    return {0: "SURVIVES", 1: "killed"}.get(code, f"BROKEN: pytest ends with {code}: {said}")
+
+
+def check(mutations: tuple[Mutation, ...]) -> dict[Mutation, str]:
+    """The outcome of each, printed as it comes."""
+    outcomes: dict[Mutation, str] = {}
+    unmutated: dict[tuple[str, ...], tuple[int, str]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = copy_of_the_package(Path(name).resolve())
+        where = run(folder, "-c", "import specstate; print(specstate.__file__)").stdout.strip()
+        assert Path(where).is_relative_to(folder), f"the tests would import {where}"
+        for mutation in mutations:
+            start = time.monotonic()
+            outcomes[mutation] = outcome(folder, mutation, unmutated)
+            print(f"{outcomes[mutation]:8} {mutation}, {time.monotonic() - start:.0f} s", flush=True)
+    return outcomes
+
+
+def main(words: list[str]) -> int:
+    chosen = tuple(m for m in MUTATIONS if not words or any(word in str(m) for word in words))
+    if not chosen:
+        print(f"no mutation has any of {words}", file=sys.stderr)
+        return 2
+    outcomes = check(chosen)
+    survivors = [mutation for mutation, what in outcomes.items() if what != "killed"]
+    print(f"{len(outcomes) - len(survivors)} of {len(outcomes)} mutants killed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
