@@ -37,6 +37,8 @@ LARGEST_COUNT = 2**31 - 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. Never raises for what a user can do."""
     command = "specstate"
+    if hasattr(sys.stdout, "reconfigure"):  # a request or a prompt may have letters that the terminal has not
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         parser = build_parser()
         _complete(parser)

@@ -514,3 +514,57 @@ def test_running_out_of_memory_is_no_difference(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(StateManager, "load", full)
     with pytest.raises(TraceError, match="line 3: out of memory"):
         replay_file(trace)
+
+
+@pytest.mark.parametrize("backend", ["reference", "metadata"])
+@pytest.mark.parametrize("full_shape", [False, True], ids=["shrunk", "full shape"])
+def test_slots_that_nobody_had_are_left_out(full_shape: bool, backend: Any, tmp_path: Path, monkeypatch: Patch) -> None:
+    """A million of them would be looked at after every event, and may be more than there is memory for."""
+    header, *rest = golden("class13_new_parameters_ring").read_text().splitlines()
+    fields = json.loads(header)
+    fields["config"] |= {"max_requests": 2**20, "num_checkpoints": 2**20}
+    path = tmp_path / "vast.jsonl"
+    path.write_text("\n".join([json.dumps(fields), *rest, ""]))
+    built: list[StateConfig] = []
+    right = StateManager.__init__
+
+    def build(self: StateManager, config: StateConfig, *arguments: Any, **options: Any) -> None:
+        built.append(config)
+        right(self, config, *arguments, **options)
+
+    monkeypatch.setattr(StateManager, "__init__", build)
+    assert replay_file(path, full_shape=full_shape, backend=backend).ok
+    # Two requests, and one slot more.
+    assert [(config.max_requests, config.num_checkpoints) for config in built] == [(3, 3)]
+
+
+def test_a_write_above_the_slots_in_use_shows(monkeypatch: Patch) -> None:
+    right = reference.verify
+
+    def verify(step: Any, layer: Any, *rest: Any) -> None:
+        right(step, layer, *rest)
+        layer.recurrent[-1, 0, 3, 5] = 1.0
+
+    monkeypatch.setattr(reference, "verify", verify)
+    report = replay_file(golden("class01_smallest_ring_ring"))
+    assert report.first_difference is not None
+    assert "changed, only [] may" in report.first_difference.what
+
+
+def test_sizes_that_only_damage_explains_are_refused(tmp_path: Path) -> None:
+    header, *rest = golden("class13_new_parameters_ring").read_text().splitlines()
+    fields = json.loads(header)
+    fields["config"]["record_capacity"] = 2**20
+    path = tmp_path / "vast.jsonl"
+    path.write_text("\n".join([json.dumps(fields), *rest, ""]))
+    with pytest.raises(TraceError, match=r"line 1: .* GiB of state, even shrunk"):
+        replay_file(path)
+    assert replay_file(path, backend="metadata").ok
+
+    def pad(events: list[dict[str, Any]]) -> None:
+        first_of(events, "begin_step")["pad_to"] = [2**17, 2**17]
+
+    path = edited(tmp_path, "class13_new_parameters_ring", pad)
+    with pytest.raises(TraceError, match=r"line 5: pad_to = \[131072, 131072\] is beyond the 65536"):
+        replay_file(path)
+    assert replay_file(path, backend="metadata").ok

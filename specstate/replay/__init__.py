@@ -6,19 +6,25 @@ out of it, ``steps`` and ``driver`` call the manager, ``checks`` looks at it.
 
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specstate.backends.build import PATHS
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError, shown
+from specstate.layout import gib, plan_bytes
 from specstate.replay.checks import Differs, out_of_memory
 from specstate.replay.driver import Driver, ReplayBackend
 from specstate.trace import read_trace
-from specstate.trace.schema import TraceError
+from specstate.trace.schema import Admit, Event, TraceError
 from specstate.validation import check_flag
 
 #: What a replay shrinks every trace to, unless it runs at full shape: faults of order and ownership need no more.
 SHRUNK_LAYERS, SHRUNK_DIM = 2, 16
+
+#: What a shrunk replay allocates at most. A thousand requests with a hundred records each need a twentieth of it; sizes
+#: beyond are damaged ones, which would take the machine's memory.
+MAX_SHRUNK_BYTES = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,11 @@ def replay_file(
         raise SpecStateError(f"backend = {shown(backend)} is not one of {', '.join(map(repr, PATHS))}")
     header, events = read_trace(path, partial)
     try:
-        driver = Driver(header, replay_config(header.config, full_shape, backend), backend)
+        config = _slots_in_use(replay_config(header.config, full_shape, backend), events)
+        needed = plan_bytes(config).total_bytes
+        if needed > MAX_SHRUNK_BYTES and backend != "metadata" and not full_shape:
+            raise SpecStateError(f"{gib(needed)} of state, even shrunk; backend 'metadata' replays it without payloads")
+        driver = Driver(header, config, backend)
     except (SpecStateError, RuntimeError, MemoryError) as error:  # torch's allocator raises RuntimeError
         reason = " ".join(str(error).split()) or type(error).__name__
         raise TraceError(f"{os.fspath(path)}, line 1: no manager can be built for this config: {reason}") from None
@@ -80,6 +90,18 @@ def replay_file(
             reason = str(error) if isinstance(error, TraceError) else "out of memory"
             raise TraceError(f"{os.fspath(path)}, line {number + 1}: {reason}") from None
     return ReplayReport(True, len(events), None)
+
+
+def _slots_in_use(config: StateConfig, events: Sequence[Event]) -> StateConfig:
+    """``config`` with the slots that the trace names and one more of each, which nothing may touch.
+
+    Pools hand out the lowest slots first, so those above were never anybody's.
+    """
+    admits = [event for event in events if isinstance(event, Admit)]
+    rows = 2 + max((admit.handle.record_slot for admit in admits), default=0)
+    slots = 1 + max((admit.checkpoint_slot for admit in admits), default=1)
+    fewer = {"max_requests": min(rows, config.max_requests), "num_checkpoints": min(slots, config.num_checkpoints)}
+    return config.model_copy(update=fewer)
 
 
 def replay_config(config: StateConfig, full_shape: bool, backend: ReplayBackend = "reference") -> StateConfig:

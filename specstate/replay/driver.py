@@ -33,6 +33,9 @@ from specstate.validation import DTYPES
 #: Tokens of a load that are recomputed one by one, some 0.2 ms each and layer: more would take hours.
 MAX_LOADED_LEN = 2**22
 
+#: Rows and tokens of a step, padding included, that a replay with payloads runs: what a graph pads to, many times over.
+MAX_PADDED = 2**16
+
 ReplayBackend = Literal["reference", "metadata", "triton"]
 
 
@@ -133,6 +136,11 @@ class Driver:
 
     def _begin_step(self, event: BeginStep) -> list[Life]:
         metadata = event.metadata
+        if self._payloads and event.pad_to is not None and max(event.pad_to) > MAX_PADDED:
+            raise TraceError(
+                f"pad_to = {list(event.pad_to)} is beyond the {MAX_PADDED} that a replay runs; backend 'metadata' "
+                "replays it without payloads"
+            )
         step = self._checks.call(lambda: self._manager.begin_step(metadata, event.pad_to))
         self._checks.equal("number of the step", step.index, event.step)
         rows = [None if handle is None else self._life(handle) for handle in metadata.handles]

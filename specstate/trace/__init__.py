@@ -109,6 +109,8 @@ def _validated(model: type[_Model], line: bytes, place: str) -> _Model:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"] if part != "[key]")
+        if len(field) > 80 or not field.isprintable():  # keys of a damaged line may be anything
+            field = shown(field)
         if first["type"] == "missing":  # the input is then all that is there
             raise TraceError(f"{place}: {field} is missing") from None
         what = f"{field} = {shown(first['input'])}: " if field else ""
