@@ -551,6 +551,20 @@ def test_a_write_above_the_slots_in_use_shows(monkeypatch: Patch) -> None:
     assert "changed, only [] may" in report.first_difference.what
 
 
+@pytest.mark.parametrize("backend", ["reference", "metadata"])
+def test_an_admit_without_a_slot_is_a_difference(backend: Any, tmp_path: Path) -> None:
+    """Not memory that ran out, which says nothing about the trace."""
+    header, *rest = golden("class13_new_parameters_ring").read_text().splitlines()
+    fields = json.loads(header)
+    fields["config"]["num_checkpoints"] = 1
+    path = tmp_path / "narrow.jsonl"
+    path.write_text("\n".join([json.dumps(fields), *rest, ""]))
+    first = replay_file(path, backend=backend).first_difference
+    assert first is not None
+    assert (first.event, first.kind) == (3, "admit")
+    assert first.what.startswith("CapacityError: no slot for request 'b'")
+
+
 def test_sizes_that_only_damage_explains_are_refused(tmp_path: Path) -> None:
     header, *rest = golden("class13_new_parameters_ring").read_text().splitlines()
     fields = json.loads(header)

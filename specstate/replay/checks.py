@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from specstate.errors import CapacityError, SpecStateError
+from specstate.errors import SpecStateError
 from specstate.manager import StateManager
 from specstate.metadata import StepMetadata
 from specstate.replay.model import ExpectedToken, Life
@@ -22,7 +22,7 @@ _RAISED = (SpecStateError, RuntimeError, IndexError, AssertionError)
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out; torch's allocator on a CPU says so with a RuntimeError."""
-    return isinstance(error, MemoryError | CapacityError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 class Differs(Exception):
