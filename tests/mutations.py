@@ -140,7 +140,7 @@ MUTATIONS = (
         manager("counts_are_clamped"),
     ),
     Mutation(
-        5, "debug refuses counts out of range", "specstate/step.py",
+        5, "debug refuses counts out of range", "specstate/integrity.py",
         "if not least <= counts[row] <= query_len:", "if False:",
         refusals("debug_refuses_counts"),
     ),
@@ -206,7 +206,7 @@ MUTATIONS = (
     ),
     Mutation(
         12, "a step ends when all layers have verified", "specstate/step.py",
-        "        if missing:", "        if False:",
+        "if not all(self._verified):", "if False:",
         refusals("commit and one and layer"),
     ),
     Mutation(
