@@ -131,11 +131,12 @@ def decode(
     sampling: SamplingParams | None = None,
     run: Callable[[Model, StateManager, StepMetadata, torch.Tensor], HostCopy] = run_step,
 ) -> list[Generation]:
-    """Greedily continues every prompt by at most `max_bytes` bytes; requests enter as slots fall free, leave when done.
+    """Continues every prompt by at most `max_bytes` bytes; requests enter as slots fall free, leave when done.
 
     A prompt enters the state in "prompt" rows, the last of which samples the first byte of output. From there on a
     window is the last byte, with the drafts of `drafter` behind it. A request ends after `max_bytes`, or
-    with the first of `sampling.end_token_ids`, which is kept. Prompts must hold at least one byte. `run` does one step:
+    with the first of `sampling.end_token_ids`, which is kept; it samples by `sampling`, the i-th prompt with its seed
+    plus i, greedily without it. Prompts must hold at least one byte. `run` does one step:
     `graph_decode.py` has one that replays a CUDA graph.
     """
     device, longest = model.embedding.device, manager.config.max_query_len
@@ -146,8 +147,10 @@ def decode(
     while waiting or running:
         while waiting and manager.can_admit():
             request = waiting.popleft()
-            request.handle = manager.admit(str(request.index), sampling)
-            drafter.admit(request, sampling)
+            # Requests with one seed would draw with the same numbers, and equal prompts give equal texts.
+            own = sampling and sampling.model_copy(update={"seed": sampling.seed + request.index})
+            request.handle = manager.admit(str(request.index), own)
+            drafter.admit(request, own)
             running.append(request)
 
         generating = [request for request in running if not request.is_in_prompt]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -128,12 +129,15 @@ def save_model(model: Model, directory: Path) -> None:
 def load_model(directory: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Model:
     """Reads the model that `save_model` wrote; parameters are bf16 values held in `dtype`.
 
-    Raises FileNotFoundError when `model.json` or `model.safetensors` is missing.
+    Raises FileNotFoundError when `model.json` or `model.safetensors` is missing, ValueError when they are no model.
     """
     directory = Path(directory)
-    config = ModelConfig(**json.loads((directory / "model.json").read_text()))
-    with torch.device("meta"):
-        model = Model(config)
-    tensors = load_file(str(directory / "model.safetensors"))
-    model.load_state_dict({name: t.to(device, dtype) for name, t in tensors.items()}, assign=True)
+    try:
+        config = ModelConfig(**json.loads((directory / "model.json").read_text()))
+        with torch.device("meta"):
+            model = Model(config)
+        tensors = load_file(str(directory / "model.safetensors"))
+        model.load_state_dict({name: t.to(device, dtype) for name, t in tensors.items()}, assign=True)
+    except (SafetensorError, RuntimeError, TypeError) as error:  # a damaged file, or sizes that are another model's
+        raise ValueError(f"{directory} holds no model of this program: {str(error).splitlines()[0]}") from error
     return model.requires_grad_(False).eval()

@@ -73,6 +73,7 @@ class ModelDrafter(Drafter):
             query_lens=metadata.query_lens,
             row_kinds=metadata.row_kinds,
         )
+        tokens = tokens.to(self.model.embedding.device)  # the target may live elsewhere
         step = self.manager.begin_step(own)
         self.model(tokens, step.verify)
         counts, finished = (column.to(tokens.device) for column in (sampled.num_accepted, sampled.finished))

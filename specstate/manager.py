@@ -44,8 +44,9 @@ class StateManager:
 
     Raises SpecStateError when config, params, storage and backend do not go together, CapacityError when the memory
     is not there. States do not depend on what torch is set to: gradients, autocast, inference mode, default device and
-    dtype, precision of float32 products. Every method that raises leaves
-    the manager as it was. A manager is used by one thread; everything launches on the current stream.
+    dtype, precision of float32 products. Every method that refuses leaves the manager as it was; what the device itself
+    runs into, memory that runs out in the middle of a fold say, may leave the requests concerned half done: release
+    them. A manager is used by one thread; everything launches on the current stream.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class StateManager:
             raise SpecStateError(
                 f"sampling must be SamplingParams, not {type(sampling).__name__} (request {request_id!r})"
             )
+        sampling = sampling.checked()
         if request_id in self._requests:
             raise SpecStateError(f"request_id {request_id!r} is live already")
         if not self.can_admit():
@@ -228,7 +230,7 @@ class StateManager:
         ``begin_step(meta, pad_to=(rows, tokens))`` stages real rows for the next replay, and ``step.replayed`` follows
         it. Replay only what a begin_step has staged. A new capture of a size takes the place of the old one. Raises
         SpecStateError for a wrong size or under ``debug``, StepOrderError outside of a capture, CapacityError when
-        what ``warmup`` made for captures is used up (here or in the captured step's calls).
+        what ``warmup`` made for captures is used up.
         """
         for name, size in (("rows", rows), ("tokens", tokens)):
             if type(size) is not int or size < 1:

@@ -44,6 +44,10 @@ class SamplingParams(BaseModel):
             raise ValueError(f"temperature = {temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
         return temperature
 
+    def checked(self) -> "SamplingParams":
+        """The same, validated again: ``model_copy`` and ``model_construct`` look at nothing. Raises ValidationError."""
+        return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.model_fields})
+
     def columns(self) -> tuple[int, ...]:
         """A line of the device's sampling table, int32 [SAMPLING_COLUMNS]; see kernels/rows.py."""
         unused = (-1,) * (at.MAX_END_TOKENS - len(self.end_token_ids))

@@ -1334,6 +1334,23 @@ def test_debug_finds_a_verify_that_writes_elsewhere(name: str, monkeypatch: pyte
     story.check()
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("top_k", 2**40),
+        ("seed", 2**64),
+        ("temperature", 1e39),
+        ("temperature", -1.0),
+        ("end_token_ids", tuple(range(9))),
+    ],
+)
+def test_sampling_parameters_that_nobody_validated_are_refused(field: str, value: Any) -> None:
+    manager = make_manager()
+    with pytest.raises(ValueError, match=field):
+        manager.admit("a", SamplingParams().model_copy(update={field: value}))
+    assert manager.num_requests == 0 and manager.can_admit(manager.config.max_requests)
+
+
 def test_sampling_parameters_belong_to_a_life() -> None:
     manager = make_manager()
     seed = 2**62 + 5

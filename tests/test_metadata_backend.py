@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from specstate import Handle, SamplingParams, SpecStateError, StateManager, StepMetadata
 from specstate.step import Step
-from tests.factories import POLICIES, make_config, make_inputs, make_params, verify_all
+from tests.factories import POLICIES, make_config, make_inputs, make_manager, make_params, verify_all
 
 NUM_LAYERS = 2
 WINDOW = 3
@@ -306,3 +306,24 @@ def test_a_released_prompt_row_wakes_no_finished_request() -> None:
         steps[1].replayed("verify")
         agree(lambda s=steps: s[0].commit(torch.tensor([1])), lambda s=steps: s[1].commit([1]))
         both.check()
+
+
+@pytest.mark.parametrize("backend", ["reference", "metadata"])
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("query_lens", (2, 2)),
+        ("query_lens", (2, 2, 2, 2)),
+        ("row_kinds", ("decode",)),
+        ("min_accepted", (1,)),
+        ("batch_index", (0,)),
+    ],
+)
+def test_columns_of_another_length_are_refused_when_the_step_begins(backend: str, name: str, column: Any) -> None:
+    """pydantic's model_copy validates nothing; what is uneven must not be found when half of an end is applied."""
+    manager = make_manager(make_config(max_requests=3), backend=backend)
+    handles = tuple(manager.admit(request_id) for request_id in "abc")
+    metadata = StepMetadata(handles=handles, query_lens=(2, 2, 2)).model_copy(update={name: column})
+    with pytest.raises(SpecStateError, match=rf"{name} has {len(column)} entries, handles has 3 \(step 0\)"):
+        manager.begin_step(metadata)
+    manager.begin_step(StepMetadata(handles=handles, query_lens=(2, 2, 2)))

@@ -35,8 +35,8 @@ class TensorBackend:
         self._activation = DTYPES[config.activation_dtype]
         self._compute = storage.layers[0].record_u.dtype
         self._allocator: Allocator = TorchAllocator(device)
-        self._captured: Allocator = self._allocator
-        """Of captured steps: an Arena once ``warmup`` made one, until then the graph's own memory."""
+        self._arena: Arena | None = None
+        """Of captured steps, once ``warmup`` made it; until then they take the graph's own memory."""
 
     # -- slots
 
@@ -111,12 +111,14 @@ class TensorBackend:
     @shielded
     def capture(self, num_rows: int, num_tokens: int) -> tuple[torch.Tensor, StepTensors]:
         """Buffers for steps of one size inside a CUDA graph: staged columns, and the rows that its first node makes."""
-        size = num_rows * at.STAGED_COLUMNS + num_rows + 1
+        size, longest = num_rows * at.STAGED_COLUMNS + num_rows + 1, self.config.max_query_len
+        allocator = self._allocator
+        if self._arena is not None:  # the whole step's share: what is missing is missing before anything changed
+            allocator = self._arena.part(captured_bytes(num_rows, num_tokens, longest))
         with torch.inference_mode(False), torch.no_grad():
             # Not filled here: under capture that would become part of the graph, and undo every staging.
-            staged = self._captured.empty((size,))
-            longest = self.config.max_query_len
-            return staged, self.kernels.begin(staged, num_rows, num_tokens, longest, self._captured)
+            staged = allocator.empty((size,))
+            return staged, self.kernels.begin(staged, num_rows, num_tokens, longest, allocator)
 
     @shielded
     def null_staged_row(self, staged: torch.Tensor, num_rows: int, row: int) -> None:
@@ -129,7 +131,7 @@ class TensorBackend:
         self.kernels.warmup()
         if self.device.type == "cuda":
             rows, longest = self.config.max_requests, self.config.max_query_len
-            self._captured = Arena(captures * captured_bytes(rows, rows * longest, longest), self.device)
+            self._arena = Arena.of(captures * captured_bytes(rows, rows * longest, longest), self.device)
 
     @shielded
     def refresh(self, rows: StepTensors) -> None:

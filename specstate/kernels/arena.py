@@ -40,16 +40,25 @@ class TorchAllocator:
 
 
 class Arena:
-    """``size`` bytes that are handed out once, in order."""
+    """Memory [bytes] uint8 that is handed out once, in order."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._bytes = memory
+        self._used = 0
+
+    @classmethod
+    def of(cls, size: int, device: torch.device) -> "Arena":
+        """``size`` new bytes. Raises CapacityError when they are not there."""
         try:
             # Ordinary memory, also when made in inference mode: it is written to outside of it as well.
             with torch.inference_mode(False):
-                self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
+                return cls(torch.empty(size, dtype=torch.uint8, device=device))
         except RuntimeError as error:  # torch.OutOfMemoryError among them
             raise CapacityError(f"captured steps need {size} bytes on {device}, which are not there") from error
-        self._used = 0
+
+    def part(self, size: int) -> "Arena":
+        """``size`` of its bytes as an arena of their own. Raises CapacityError when too little is left."""
+        return Arena(self.empty((size,), torch.uint8))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """As Allocator says. Raises CapacityError when too little is left."""

@@ -209,7 +209,9 @@ def accept_kernel(
     first_miss = tl.min(tl.where(m_draft & (b_draft == b_choice), BT, o_t), axis=0)
     accepted = tl.maximum(tl.minimum(first_miss + 1, query_len), least)
 
-    b_listed = tl.where(o_t == accepted - 1, b_choice, b_draft.to(tl.int32))
+    # In the ids' own width: one that does not fit int32 must not become another one, an end token say.
+    b_choice = b_choice.to(b_draft.dtype)
+    b_listed = tl.where(o_t == accepted - 1, b_choice, b_draft)
     b_listed = tl.where(o_t < accepted, b_listed, -1)
     listed_len = accepted
     if prompt:  # lists no drafts, only the token that follows the prompt

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,22 @@ def test_missing_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert demo.run(options()) == 2
     printed = capsys.readouterr()
     assert "model.json" in printed.err and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("damage", ["no tensors", "another model's sizes", "an unknown size"])
+def test_damaged_weights_are_bad_input(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "weights"
+    shutil.copytree(EXAMPLES / "weights", folder)
+    if damage == "no tensors":
+        (folder / "drafter/model.safetensors").write_text("version of a pointer file\n")
+    elif damage == "an unknown size":
+        (folder / "drafter/model.json").write_text('{"num_wheels": 4}')
+    else:
+        shutil.copy(folder / "model.safetensors", folder / "drafter")
+    monkeypatch.setattr(demo, "FOLDER", tmp_path)
+    shutil.copy(EXAMPLES / "prompts.json", tmp_path)
+    assert demo.run(options(drafter="model", max_bytes=4)) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "holds no model of this program" in err

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 def test_pieces_are_apart_and_aligned() -> None:
-    arena = Arena(4096, CPU)
+    arena = Arena.of(4096, CPU)
     first = arena.empty((3, 5))
     mask = arena.empty((7,), torch.bool)
     last = arena.empty((2,), torch.int64)
@@ -21,7 +21,7 @@ def test_pieces_are_apart_and_aligned() -> None:
 
 
 def test_a_used_arena_is_refused() -> None:
-    arena = Arena(1024, CPU)
+    arena = Arena.of(1024, CPU)
     arena.empty((128,))
     with pytest.raises(CapacityError, match=r"used 512 of the 1024 bytes .* needs 516"):
         arena.empty((129,))
@@ -30,13 +30,13 @@ def test_a_used_arena_is_refused() -> None:
 
 def test_memory_that_is_not_there() -> None:
     with pytest.raises(CapacityError, match="captured steps need"):
-        Arena(2**55, CPU)
+        Arena.of(2**55, CPU)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (4, 16, 4), (256, 2048, 8)])
 def test_the_bytes_of_a_captured_step_suffice(sizes: tuple[int, int, int]) -> None:
     rows, tokens, longest = sizes
-    arena = Arena(captured_bytes(*sizes), CPU)
+    arena = Arena.of(2 * captured_bytes(*sizes), CPU).part(captured_bytes(*sizes))
     arena.empty((rows * 8 + rows + 1,)), arena.empty((rows, 11)), arena.empty((rows,)), arena.empty((tokens,))
     for _ in range(2):
         for shape in ((rows,), (rows,), (rows,), (rows, longest), (tokens,)):

@@ -135,6 +135,13 @@ def test_end_tokens(ends: int, device: str) -> None:
     assert not all(finished)
 
 
+def test_a_forced_draft_beyond_int32_is_no_end_token(device: str) -> None:
+    rig = make(device, {0: [5]}, rows=[Row(query_len=4, least=3)])
+    logits = torch.eye(8)[[1, 2, 3, 4]].to(device)
+    got = compare(rig, logits, torch.tensor([0, 2**32 + 5, 2**32 + 3, 7], device=device))
+    assert not got[3].any()
+
+
 @pytest.mark.parametrize("length", [1, 16])
 def test_shortest_and_longest_window(length: int, device: str) -> None:
     rig = make(device, rows=[Row(query_len=length), Row(query_len=length), Row(query_len=1)], window=length)
