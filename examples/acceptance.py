@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from decode import Generation, Listener, decode, make_manager
-from drafter import KINDS, drafter_maker
+from drafters import KINDS, drafter_maker
 from model import load_model
 from prompts import load_prompts
 

@@ -45,7 +45,7 @@ class Generation:
 
 
 class Drafter:
-    """Drafts for all running requests at once; this one has no drafts. `drafter.py` names those that do."""
+    """Drafts for all running requests at once; this one has no drafts. `drafters.py` names those that do."""
 
     state_bytes = 0
     """What a manager of the drafter's own keeps for a request."""

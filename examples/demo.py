@@ -13,7 +13,7 @@ import torch
 
 from acceptance import Statistics
 from decode import Drafter, Generation, decode, make_manager
-from drafter import KINDS, drafter_maker
+from drafters import KINDS, drafter_maker
 from model import Model, load_model
 from prompts import load_prompts
 from specstate.cli import error_text

@@ -77,15 +77,22 @@ def main() -> int:
     print(f"tokens per second of {len(prompts)} requests, decode windows alone:")
     for title, window, drafter in (("plain", 1, Drafter), ("with speculation", options.window, NgramDrafter)):
         for way, run in (("by hand", None), ("by graph", CapturedStep)):
-            print(f"  {title:17} {way:9} {speed(model, prompts, options.max_bytes, window, drafter, run):8.0f}")
+            figure = speed(model, prompts, options.max_bytes, options.policy, window, drafter, run)
+            print(f"  {title:17} {way:9} {figure:8.0f}")
     return 1 if failed else 0
 
 
 def speed(
-    model: Model, prompts: list[bytes], max_bytes: int, window: int, drafter: type[Drafter], run: type | None
+    model: Model,
+    prompts: list[bytes],
+    max_bytes: int,
+    policy: str,
+    window: int,
+    drafter: type[Drafter],
+    run: type | None,
 ) -> float:
     """Tokens per second of the second of two runs."""
-    manager = make_manager(model, len(prompts), window, "ring", "triton")
+    manager = make_manager(model, len(prompts), window, policy, "triton")
     step = {} if run is None else {"run": run(model, manager)}
     for _ in range(2):
         statistics = Statistics()

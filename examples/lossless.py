@@ -24,7 +24,7 @@ from torch import Tensor
 
 from acceptance import Statistics
 from decode import Drafter, Generation, decode, make_manager, run_step
-from drafter import KINDS, MakeDrafter, drafter_maker
+from drafters import KINDS, MakeDrafter, drafter_maker
 from model import Model, load_model
 from model_drafter import ModelDrafter
 from ngram_drafter import NgramDrafter

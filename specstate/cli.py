@@ -165,7 +165,7 @@ def find_examples(given: str | None) -> Path:
     places = [beside_package, Path("examples")] if given is None else [Path(given)]
     for folder in places:
         # Several of our own: another project may well have an examples/demo.py.
-        if all((folder / name).is_file() for name in ("demo.py", "decode.py", "drafter.py", "weights/model.json")):
+        if all((folder / name).is_file() for name in ("demo.py", "decode.py", "drafters.py", "weights/model.json")):
             return folder.resolve()
     looked = " and ".join(str(folder) for folder in places)
     raise SpecStateError(f"no demo and model in {looked}: name the examples/ folder of a checkout with --examples DIR")

@@ -11,7 +11,7 @@ import torch
 from specstate.backends.build import PATHS
 from specstate.config import FoldPolicy, KDALayerSpec, StateConfig
 from specstate.errors import SpecStateError
-from specstate.kernels import rows
+from specstate.kernels import rows as at
 from specstate.kernels.philox import random_words
 from specstate.kernels.sampling import log_exponential
 from specstate.manager import StateManager
@@ -184,7 +184,7 @@ class Trial:
         first, top_k = logits[:: TOKENS // ROWS], NOISY.top_k
         kept = first >= first.topk(top_k).values[:, -1:]
         seeds = torch.full((ROWS,), NOISY.seed, device="cpu")
-        noise = log_exponential(random_words(seeds, torch.ones_like(seeds), rows.DRAW_TARGET, VOCAB))
+        noise = log_exponential(random_words(seeds, torch.ones_like(seeds), at.DRAW_TARGET, VOCAB))
         wanted = torch.where(kept, first / NOISY.temperature - noise, -torch.inf).argmax(1).tolist()
         _require(sample.next_token.tolist() == wanted, f"tokens are {sample.next_token.tolist()}, not {wanted}")
         return "tokens as drawn in torch"

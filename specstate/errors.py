@@ -10,7 +10,7 @@ class SpecStateError(ValueError):
 
 
 class CapacityError(SpecStateError):
-    """No free slot, or not the memory that a config asks for."""
+    """No free slot, or not the memory that a config or captured steps ask for."""
 
 
 class StaleHandleError(SpecStateError):
@@ -22,9 +22,10 @@ class StepOrderError(SpecStateError):
 
 
 def shown(value: object) -> str:
-    """``value`` for a message: its repr, cut to what helps; its type where it has none (an int of 5,000 digits)."""
+    """``value`` for a message, on one line: its repr, cut to what helps; its type where it has none (an int of 5,000
+    digits)."""
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split())
     except Exception:
         return f"<{type(value).__name__}>"
     return text if len(text) <= 80 else f"{text[:77]}..."

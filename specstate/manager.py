@@ -21,7 +21,7 @@ from specstate.config import StateConfig
 from specstate.errors import CapacityError, SpecStateError, StepOrderError, shown
 from specstate.integrity import check_cursors, check_payloads, check_slots
 from specstate.layout import BytePlan, plan_bytes
-from specstate.limits import MAX_CAPTURES, MAX_COMMITTED_LEN
+from specstate.limits import MAX_CAPTURES, MAX_COMMITTED_LEN, MAX_STEP_SIZE
 from specstate.metadata import Handle, StepMetadata
 from specstate.params import LayerParams, check_params
 from specstate.requests import Request, RequestTable
@@ -215,11 +215,12 @@ class StateManager:
 
         captures: how many steps of max_requests full windows will be captured, or as much of smaller ones. Their small
         tensors (rows, samples, fold plans) are made now, so that a capture allocates nothing beyond what its caller
-        makes; on a CPU there are none. Called again, it makes new ones. Raises SpecStateError for a bad count,
+        makes (given ``out``, and logits whose last dimension is contiguous); a capture made again takes new ones. On a
+        CPU there are none. Called again, it makes new ones. Raises SpecStateError for a bad count,
         CapacityError when the memory is not there.
         """
         if type(captures) is not int or not 0 <= captures <= MAX_CAPTURES:
-            raise SpecStateError(f"warmup: captures = {captures!r} is outside 0..{MAX_CAPTURES}")
+            raise SpecStateError(f"warmup: captures = {shown(captures)} is outside 0..{MAX_CAPTURES}")
         if isinstance(self._backend, TensorBackend):
             self._backend.warmup(captures)
 
@@ -233,8 +234,8 @@ class StateManager:
         what ``warmup`` made for captures is used up.
         """
         for name, size in (("rows", rows), ("tokens", tokens)):
-            if type(size) is not int or size < 1:
-                raise SpecStateError(f"capture_step: {name} = {shown(size)} must be at least 1")
+            if type(size) is not int or not 1 <= size <= MAX_STEP_SIZE:
+                raise SpecStateError(f"capture_step: {name} = {shown(size)} is outside 1..{MAX_STEP_SIZE}")
         if self._debug:
             raise SpecStateError("capture_step: debug = True waits for the device, which a capture does not allow")
         backend = self._backend

@@ -35,7 +35,7 @@ class Handle:
                     f"Handle: {name} = {shown(value)} must be {kind.__name__}, not {type(value).__name__}"
                 )
             if isinstance(value, int) and not -INT32_MAX <= value <= INT32_MAX:
-                raise SpecStateError(f"Handle: {name} = {shown(value)} is beyond int32")
+                raise SpecStateError(f"Handle: {name} = {shown(value)} is outside {-INT32_MAX}..{INT32_MAX}")
 
 
 class StepMetadata(BaseModel):

@@ -39,7 +39,7 @@ class SamplingParams(BaseModel):
 
     @field_validator("temperature")
     @classmethod
-    def _float32_knows_it(cls, temperature: float) -> float:
+    def _fits_float32(cls, temperature: float) -> float:
         if 0.0 < temperature < MIN_TEMPERATURE:
             raise ValueError(f"temperature = {temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
         return temperature

@@ -1,6 +1,6 @@
 """No payloads: lengths and cursors in plain integers. For planning, for simulation, and for tests of the lifecycle.
 
-The arithmetic is that of ``begin``, ``accepted_counts`` and ``advance`` in kernels/reference.py, written once more for
+The arithmetic is that of ``begin``, ``accepted_counts`` and ``advance`` in kernels/cursors.py, written once more for
 one row at a time, so that a step of a few hundred rows costs microseconds.
 """
 

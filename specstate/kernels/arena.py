@@ -13,12 +13,14 @@ _ALIGNMENT = 512
 
 
 def captured_bytes(num_rows: int, num_tokens: int, max_query_len: int) -> int:
-    """Bytes that a captured step of that size takes: its rows, two samples, three ends by the caller's own counts."""
+    """Bytes that a captured step of that size takes: rows, a flush, two samples, an end by the caller's own counts."""
     begin = 4 * (num_rows * (at.STAGED_COLUMNS + at.ROW_COLUMNS + 2) + 1 + num_tokens)
-    sample = 4 * (num_rows * (3 + max_query_len) + num_tokens)
-    end = 4 * num_rows * (at.PLAN_COLUMNS + 8)
-    tensors = 5 + 2 * 5 + 3 * 7
-    return begin + 2 * sample + 3 * end + tensors * _ALIGNMENT
+    sample = num_rows * (4 * (3 + max_query_len) + 1) + 4 * num_tokens
+    # Of int64 counts and of two masks, an entry index each and the entries.
+    end = num_rows * (4 * at.PLAN_COLUMNS + 4 + 8 + 2 * (4 + 1))
+    flush = 4 * num_rows * at.PLAN_COLUMNS
+    tensors = 4 + 2 * 5 + 7 + 1
+    return begin + 2 * sample + end + flush + tensors * _ALIGNMENT
 
 
 class Allocator(Protocol):

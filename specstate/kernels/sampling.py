@@ -33,13 +33,13 @@ def choose(
 ) -> torch.Tensor:
     """[tokens] int64, the choice of every token; what it says of padding and of the middle of a prompt is not read.
 
-    logits [tokens, vocab]; draft_tokens [tokens]; draft_probs [tokens, vocab] float32, that of token i what the draft
-    at i was drawn from; sampling [record rows, SAMPLING_COLUMNS].
+    logits [tokens, vocab]; draft_tokens [tokens]; draft_probs [tokens, vocab] float32, line i is what the draft at
+    token i was drawn from; sampling [record rows, SAMPLING_COLUMNS].
     """
     window = step.window
     assert window is not None
     if not window.gather.numel():
-        return draft_tokens
+        return draft_tokens  # no row has a window: no choice is read
     greedy = logits.argmax(-1)
     params = sampling[step.rows[window.token_row, at.RECORD_ROW].long()]
     temperature = params[:, at.TEMPERATURE].contiguous().view(torch.float32)

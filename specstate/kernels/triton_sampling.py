@@ -28,7 +28,8 @@ def kept_mass(p_token, vocab, largest, temperature, limit, COUNT: tl.constexpr, 
 def least_limit(p_token, vocab, largest, temperature, wanted, highest, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The least distance within which ``wanted`` lies, at most ``highest``.
 
-    By bisection of its bits, which are in the order of the numbers since none is negative.
+    By bisection of its bits, which are in the order of the numbers since none is negative: up to 31 passes over the
+    vocabulary, which a row without this filter does not pay.
     """
     low, high = 0, highest.to(tl.int32, bitcast=True)
     while low < high:
@@ -52,7 +53,7 @@ def random_words(seed, position, draw, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def log_exponential(b_words):
-    """As ``log_exponential`` of the reference."""
+    """As ``log_exponential`` of the reference; the constants are 2^-32 and 2^-24."""
     b_w = tl.minimum((b_words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1 - 5.960464477539063e-08)
     b_series = 1.0 + b_w * (1 / 2 + b_w * (1 / 3 + b_w * (1 / 4 + b_w * (1 / 5 + b_w * (1 / 6)))))
     return tl.log(tl.where(b_w < 0.0625, b_w * b_series, -tl.log(1.0 - b_w)))
@@ -106,6 +107,7 @@ def choose_kernel(
     token = (tl.load(p_row + 2) + t).to(tl.int64)
     p_token = p_logits + token * logits_stride
     p_params = p_sampling + record_row * SAMPLING_COLUMNS
+    # TEMPERATURE, TOP_P, TOP_K, SEED_LOW and SEED_HIGH of kernels/rows.py.
     temperature = tl.load(p_params).to(tl.float32, bitcast=True)
 
     WIDE: tl.constexpr = tl.float64 if p_logits.dtype.element_ty == tl.float64 else tl.float32

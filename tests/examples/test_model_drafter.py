@@ -8,7 +8,7 @@ import torch
 
 from acceptance import Statistics
 from decode import Generation, decode, make_manager
-from drafter import KINDS, MakeDrafter, drafter_maker
+from drafters import KINDS, MakeDrafter, drafter_maker
 from lossless import Plain, compare, plain_decode
 from model import load_model
 from model_drafter import ModelDrafter

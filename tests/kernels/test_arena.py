@@ -1,11 +1,14 @@
 """Memory made ahead: handed out once, aligned, and refused when it is used up."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from specstate import CapacityError
+from specstate import CapacityError, StepMetadata
+from specstate.kernels import rows as at
 from specstate.kernels.arena import Arena, captured_bytes
-from tests.factories import make_manager
+from tests.factories import POLICIES, make_config, make_inputs, make_manager, verify_all
 
 CPU = torch.device("cpu")
 
@@ -33,18 +36,26 @@ def test_memory_that_is_not_there() -> None:
         Arena.of(2**55, CPU)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (4, 16, 4), (256, 2048, 8)])
-def test_the_bytes_of_a_captured_step_suffice(sizes: tuple[int, int, int]) -> None:
-    rows, tokens, longest = sizes
-    arena = Arena.of(2 * captured_bytes(*sizes), CPU).part(captured_bytes(*sizes))
-    arena.empty((rows * 8 + rows + 1,)), arena.empty((rows, 11)), arena.empty((rows,)), arena.empty((tokens,))
-    for _ in range(2):
-        for shape in ((rows,), (rows,), (rows,), (rows, longest), (tokens,)):
-            arena.empty(shape)
-    for _ in range(3):
-        arena.empty((rows, 7))
-        for dtype in (torch.int64, torch.bool, torch.bool):
-            arena.empty((rows,)), arena.empty((rows,), dtype)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_bytes_of_a_captured_step_are_what_a_step_takes(policy: str, device: str) -> None:
+    """By hand, from an arena in place of torch's allocator: flush, two samples, counts and masks of one's own."""
+    sizes = {"head_k_dim": 16, "head_v_dim": 16, "max_query_len": 4, "max_requests": 4}
+    config = make_config(fold_policy=policy, checkpoint_dtype="float32", activation_dtype="float32", **sizes)
+    manager = make_manager(config, device, backend="triton", debug=False)
+    backend: Any = manager._backend
+    arena = Arena.of(captured_bytes(4, 16, config.max_query_len), torch.device(device))
+    backend._allocator = arena
+    arena.empty((4 * at.STAGED_COLUMNS + 5,))  # the staged columns, which a step by hand copies from elsewhere
+    handles = tuple(manager.admit(name) for name in "abcd")
+    step = manager.begin_step(StepMetadata(handles=handles, query_lens=(4, 4, 4, 4)))
+    step.flush()
+    verify_all(step, make_inputs(config, 16, 0, device))
+    logits, drafts = torch.zeros(16, 5, device=device), torch.zeros(16, dtype=torch.int64, device=device)
+    step.sample(logits, drafts), step.sample(logits, drafts)
+    mask = torch.zeros(4, dtype=torch.bool, device=device)
+    step.defer(torch.ones(4, dtype=torch.int64, device=device), eager=mask, finished=mask)
+    spare = len(arena._bytes) - arena._used
+    assert 0 <= spare < 22 * 512, "no more than an alignment for each of the tensors"
 
 
 @pytest.mark.parametrize("captures", [-1, True, 1.0, 5000])

@@ -235,7 +235,7 @@ def test_a_flush_between_begin_step_and_replay_is_not_folded_twice() -> None:
 def test_a_capture_allocates_nothing(policy: str) -> None:
     """With outputs of the caller's own: not in any call, nor for counts and masks of the caller's own."""
     manager = make_manager(config_of(policy), "cuda", backend="triton", debug=False)
-    manager.warmup()
+    manager.warmup(captures=4)  # of the largest size, as below
     inputs, logits, drafts = windows(manager.config, 16, 0)
     outs = [torch.empty(16, 2, 48, dtype=torch.bfloat16, device="cuda") for _ in inputs]
     counts = torch.ones(4, dtype=torch.int64, device="cuda")
