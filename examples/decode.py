@@ -112,8 +112,12 @@ def make_manager(
 def run_step(model: Model, manager: StateManager, metadata: StepMetadata, tokens: torch.Tensor) -> HostCopy:
     """A whole step over the windows `tokens`: the model's forward with the manager's verify, sampling, and its end."""
     step = manager.begin_step(metadata)
-    logits = model(tokens, step.verify)
-    result = step.sample(logits, tokens)
+    try:
+        logits = model(tokens, step.verify)
+        result = step.sample(logits, tokens)
+    except BaseException:
+        step.cancel()  # nothing of the window counts, and its requests can go on
+        raise
     # The copy stands in the stream before the step's end: the host has its tokens, and can go on to the next drafts,
     # while the device still folds.
     copy = result.to_host_async()

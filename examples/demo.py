@@ -22,23 +22,19 @@ FOLDER = Path(__file__).parent
 LONGEST_PROMPT_BYTES = 4096
 
 
-class BadInput(ValueError):
-    """Something that the user gave, or a file that should be there, is not usable."""
-
-
 def find_prompt(which: str) -> tuple[str, bytes]:
     """Name and bytes of a prompt: an index into the held-out prompts, or the end of a file."""
     if which.lstrip("-").isdecimal():
         prompts = load_prompts(FOLDER)
         if not 0 <= int(which) < len(prompts):
-            raise BadInput(f"prompt {which} is outside 0..{len(prompts) - 1}, the held-out prompts")
+            raise ValueError(f"prompt {which} is outside 0..{len(prompts) - 1}, the held-out prompts")
         return prompts[int(which)]
     path = Path(which)
     if not path.is_file():
-        raise BadInput(f"prompt {which!r} is neither an index nor a file")
+        raise ValueError(f"prompt {which!r} is neither an index nor a file")
     text = path.read_bytes()[-LONGEST_PROMPT_BYTES:]
     if not text:
-        raise BadInput(f"prompt file {which!r} is empty")
+        raise ValueError(f"prompt file {which!r} is empty")
     return path.name, text
 
 

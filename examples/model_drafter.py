@@ -60,8 +60,10 @@ class ModelDrafter(Drafter):
         flat = [token for request in requests for token in windows[request]]
         tokens = torch.tensor(flat, device=self.model.embedding.device)
         step = self.manager.begin_step(metadata)
-        sampled = step.sample(self.model(tokens, step.verify), tokens)
-        step.cancel()
+        try:
+            sampled = step.sample(self.model(tokens, step.verify), tokens)
+        finally:
+            step.cancel()  # a draft pass commits nothing
         return sampled.next_token.tolist()
 
     def observe(
@@ -75,7 +77,11 @@ class ModelDrafter(Drafter):
         )
         tokens = tokens.to(self.model.embedding.device)  # the target may live elsewhere
         step = self.manager.begin_step(own)
-        self.model(tokens, step.verify)
+        try:
+            self.model(tokens, step.verify)
+        except BaseException:
+            step.cancel()
+            raise
         counts, finished = (column.to(tokens.device) for column in (sampled.num_accepted, sampled.finished))
         step.defer(counts, finished=finished)
 

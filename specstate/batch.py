@@ -77,7 +77,10 @@ def _find_by_row(metadata: StepMetadata, table: RequestTable, config: StateConfi
         if row_of.setdefault(handle.request_id, row) != row:
             raise SpecStateError(f"{name} is also row {row_of[handle.request_id]}{where}")
         if request.open_step is not None:
-            raise StepOrderError(f"{name} is in step {request.open_step.index}, still open{where}")
+            raise StepOrderError(
+                f"{name} is in step {request.open_step.index}, still open; end it, or cancel it if its forward failed"
+                f"{where}"
+            )
         if request.most_committed + query_len > MAX_POSITION:
             raise SpecStateError(
                 f"{name} may stand at {request.most_committed}, query_lens[{row}] = {query_len} could lead past "

@@ -250,10 +250,10 @@ class Step:
         Each row goes by the ``sampling`` that its request was admitted with; under temperature 0, the longest run of
         drafts that are the target's best tokens is accepted. target_logits [tokens, vocab] float; draft_tokens [tokens]
         int32 or int64, the windows' ids laid out like qkv. draft_probs [tokens, vocab] float32: line i is the
-        distribution that token i was drawn from, with numbers of other seeds than its request's. Lines of first tokens
-        are not read; where a token is none, -1 say, the line must be zero. Without draft_probs a draft stands when it
-        is the token that the target draws itself, which depends on no draft and no window; a draft model of the same
-        seed in a manager of its own agrees with it often.
+        distribution that token i was drawn from; lines of first tokens are not read, and where a token is none, -1 say,
+        the line must be zero. Without draft_probs a draft stands when it is the token that the target draws itself,
+        which depends on no draft and no window; a draft model of the same seed in a manager of its own agrees with it
+        often. Under ``debug``, lines that are no probabilities are refused, and logits that allow no token.
 
         Random numbers are a function of the request's seed and the token's position (kernels/philox.py): the same seed
         gives the same tokens in any row, batch, graph and rank. A count is at least min_accepted, also where an end

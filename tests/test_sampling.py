@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from specstate import SamplingParams, StateManager, StepMetadata, StepOrderError
+from specstate import SamplingParams, SpecStateError, StateManager, StepMetadata, StepOrderError
 from specstate.sampling import SampleResult
 from specstate.step import Step
 from tests.factories import make_config, make_inputs, make_manager, verify_all
@@ -326,3 +326,37 @@ def test_eight_end_tokens_all_count() -> None:
         )
         assert (result.finished.tolist(), result.num_accepted.tolist()) == ([True], [2])
         assert result.tokens.tolist() == [[end, -1, -1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("logits", "probs", "message"),
+    [
+        ([(1, 2, torch.nan)], [], r"target_logits\[1\] has a NaN"),
+        ([(3, slice(None), -torch.inf)], [], r"target_logits\[3\] .* allows no token"),
+        ([], [(2, slice(None), 0.0)], r"draft_probs\[2\] adds up to 0, its least is 0"),
+        ([], [(1, 0, torch.nan)], r"draft_probs\[1\] adds up to nan"),
+        ([], [(1, 0, -0.25), (1, 1, 0.75)], r"draft_probs\[1\] adds up to 1, its least is -0.25"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused_under_debug(
+    logits: list[tuple[Any, Any, float]], probs: list[tuple[Any, Any, float]], message: str
+) -> None:
+    """Where the first token's line, a line for no token, and the middle of a prompt may hold anything."""
+    manager = make_manager(make_config(max_query_len=WINDOW, **TINY))
+    metadata = StepMetadata(
+        handles=(manager.admit("a", SamplingParams(temperature=1.0)), manager.admit("b")),
+        query_lens=(4, 2),
+        row_kinds=("decode", "prompt"),
+    )
+    step = manager.begin_step(metadata)
+    verify_all(step, make_inputs(manager.config, 6, seed=0))
+    given, q = torch.zeros(6, VOCAB), torch.full((6, VOCAB), 1 / VOCAB)
+    given[4], q[0], q[3], q[4:] = torch.nan, torch.nan, 0.0, torch.nan
+    drafts = torch.tensor([0, 1, 2, -1, 0, 0])
+    step.sample(given, drafts, q)
+    for tensor, changes in ((given, logits), (q, probs)):
+        for token, entry, value in changes:
+            tensor[token, entry] = value
+    with pytest.raises(SpecStateError, match=message + r".* \(step 0\)"):
+        step.sample(given, drafts, q)
+    assert step.is_open

@@ -189,6 +189,8 @@ class TensorBackend:
         check_tensor("draft_tokens", draft_tokens, (rows.num_tokens,), integers, self.device, where)
         if draft_probs is not None:
             check_tensor("draft_probs", draft_probs, tuple(target_logits.shape), [torch.float32], self.device, where)
+        if self._debug:
+            _check_numbers(rows, target_logits, draft_tokens, draft_probs, where)
         return self.kernels.sample(rows, target_logits, draft_tokens, draft_probs)
 
     def check_counts(self, name: str, values: Any, least_len: int, where: str) -> torch.Tensor:
@@ -310,6 +312,29 @@ class TensorBackend:
             return host
         # From pinned memory, since a copy from pageable memory waits for the device.
         return host.pin_memory().to(self.device, non_blocking=True)
+
+
+def _check_numbers(
+    rows: StepTensors, logits: torch.Tensor, draft_tokens: torch.Tensor, draft_probs: torch.Tensor | None, where: str
+) -> None:
+    """What only a look at the numbers shows: logits that allow no token, lines of draft_probs that are none. Waits."""
+    for row in rows.rows.tolist():
+        first, last = row[at.FIRST_TOKEN], row[at.FIRST_TOKEN] + row[at.QUERY_LEN] - 1
+        # Of a prompt only the last token's line is read.
+        for token in range(last if row[at.ROW_KIND] == at.PROMPT else first, last + 1):
+            line = logits[token]
+            if bool(line.isnan().any()) or float(line.max()) == float("-inf"):
+                raise SpecStateError(f"target_logits[{token}] has a NaN, or allows no token at all{where}")
+            if draft_probs is None or token == first or row[at.ROW_KIND] == at.PROMPT:
+                continue
+            if not 0 <= int(draft_tokens[token]) < logits.shape[1]:
+                continue
+            q, total = draft_probs[token], float(draft_probs[token].sum())
+            if not abs(total - 1.0) < 1e-3 or float(q.min()) < 0.0:
+                raise SpecStateError(
+                    f"draft_probs[{token}] adds up to {total:.6g}, its least is {float(q.min()):.6g}: no probabilities"
+                    f"{where}"
+                )
 
 
 def _check_len(name: str, values: torch.Tensor, least_len: int, where: str) -> torch.Tensor:

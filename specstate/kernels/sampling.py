@@ -71,8 +71,11 @@ def choose(
 
 
 def draft_stands(uniform: torch.Tensor, p_draft: torch.Tensor, q_draft: torch.Tensor) -> torch.Tensor:
-    """[tokens] bool, true with probability min(1, p / q) for uniform numbers in [0, 1)."""
-    return uniform * q_draft < p_draft
+    """[tokens] bool, true with probability min(1, p / q) for uniform numbers in [0, 1).
+
+    A draft that q never draws does not stand: where a line of q is empty, the token is drawn from p alone.
+    """
+    return (q_draft > 0) & (uniform * q_draft < p_draft)
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -143,7 +143,7 @@ def choose_kernel(
             word = tl.sum(tl.where(tl.arange(0, 4) == 0, random_words(seed, position, ACCEPT, 0, 4), 0), axis=0)
             uniform = (word.to(tl.uint32) >> 8).to(tl.float32) * 5.960464477539063e-08
             q_draft = tl.load(p_q + tl.minimum(tl.maximum(draft, 0), vocab - 1))
-            if uniform * q_draft < p_draft:
+            if (q_draft > 0) & (uniform * q_draft < p_draft):
                 tl.store(p_choice + token, draft.to(tl.int32))
                 return
             best, best_score = 0, tl.full((), float("-inf"), tl.float32)
