@@ -127,15 +127,15 @@ def step_batch(metadata: StepMetadata, requests: list[Request | None], shape: tu
     )
 
 
-def flush_batch(requests: list[Request]) -> Batch:
-    """Rows without tokens, for a flush outside of any step."""
-    zeros = [0] * len(requests)
+def flush_batch(owners: list[tuple[Handle, int]]) -> Batch:
+    """Rows without tokens, for a flush outside of any step; ``owners`` with their checkpoint slots."""
+    zeros = [0] * len(owners)
     return Batch(
-        handles=[request.handle for request in requests],
-        checkpoint_slots=[request.checkpoint_slot for request in requests],
+        handles=[handle for handle, _ in owners],
+        checkpoint_slots=[slot for _, slot in owners],
         query_lens=zeros,
         min_accepted=zeros,
         batch_index=None,
-        row_kinds=[at.DUMMY] * len(requests),
+        row_kinds=[at.DUMMY] * len(owners),
         num_tokens=0,
     )

@@ -6,22 +6,43 @@ from specstate.backends import Backend
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
 from specstate.metadata import StepMetadata
+from specstate.preempted import Preempted
 from specstate.requests import Request
 from specstate.slots import SlotPool
 
 
-def check_slots(record_slots: SlotPool, checkpoint_slots: SlotPool, requests: Iterable[Request]) -> None:
-    """Slots are conserved, and taken exactly by the live requests. Raises SpecStateError with both sides."""
-    owned = [(request.handle.record_slot, request.checkpoint_slot) for request in requests]
-    for pool, slots in ((record_slots, [pair[0] for pair in owned]), (checkpoint_slots, [pair[1] for pair in owned])):
+def check_slots(
+    record_slots: SlotPool, checkpoint_slots: SlotPool, requests: Iterable[Request], preempted: Iterable[Preempted]
+) -> None:
+    """Slots are conserved, and taken exactly by live and preempted requests. Raises SpecStateError with both sides."""
+    owned: list[tuple[int | None, int | None]] = [(r.handle.record_slot, r.checkpoint_slot) for r in requests]
+    owned += [(p.record_slot, p.checkpoint_slot) for p in preempted]
+    for pool, column in ((record_slots, 0), (checkpoint_slots, 1)):
         pool.check_integrity()
+        slots = [slot for pair in owned if (slot := pair[column]) is not None]
         if sorted(slots) != sorted(pool.taken):
             raise SpecStateError(f"{pool.name}s owned are {sorted(slots)}, taken are {sorted(pool.taken)}")
 
 
-def check_cursors(config: StateConfig, backend: Backend, requests: Iterable[Request]) -> None:
-    """Each cursor is its owner's and within bounds; the cursor of a free record slot is clean."""
+def check_cursors(
+    config: StateConfig, backend: Backend, requests: Iterable[Request], preempted: Iterable[Preempted]
+) -> None:
+    """Each cursor is its owner's and within bounds; that of a preempted request is nobody's, of a free slot clean."""
     free = set(range(config.max_requests))
+    for parked in preempted:
+        if parked.record_slot is None:
+            continue
+        free.discard(parked.record_slot)
+        cursor = backend.cursor(parked.record_slot)
+        if cursor.generation != 0:
+            raise SpecStateError(
+                f"record slot {parked.record_slot} is of generation {cursor.generation}, its owner "
+                f"{parked.request_id!r} is preempted"
+            )
+        if cursor.pending_len and not parked.may_be_pending:
+            raise SpecStateError(
+                f"{parked.request_id!r}, preempted: {cursor.pending_len} records are pending, the host knows of none"
+            )
     for request in requests:
         handle, cursor = request.handle, backend.cursor(request.handle.record_slot)
         free.discard(handle.record_slot)

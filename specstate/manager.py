@@ -7,7 +7,8 @@ device, save where a method says so.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,8 @@ from specstate.layout import BytePlan, plan_bytes
 from specstate.limits import MAX_CAPTURES, MAX_COMMITTED_LEN, MAX_STEP_SIZE
 from specstate.metadata import Handle, StepMetadata
 from specstate.params import LayerParams, check_params
-from specstate.requests import Request, RequestTable
+from specstate.preempted import Preempted, PreemptedTable
+from specstate.requests import Request, RequestTable, check_request_id
 from specstate.sampling import SamplingParams
 from specstate.slots import SlotPool
 from specstate.step import DroppedEnds, Step, StepHost
@@ -70,6 +72,7 @@ class StateManager:
         self._recorder = recorder
         self._debug = debug
         self._requests = RequestTable()
+        self._preempted = PreemptedTable()
         self._record_slots = SlotPool("record slot", 0, config.max_requests)
         self._checkpoint_slots = SlotPool("checkpoint slot", 1, config.num_checkpoints)
         self._generation = 0
@@ -114,39 +117,12 @@ class StateManager:
         sampling: how ``step.sample`` draws its tokens; greedily when None. Raises CapacityError without a free slot,
         SpecStateError when the id is live already.
         """
-        if not isinstance(request_id, str) or not request_id:
-            raise SpecStateError(f"request_id must be a string with at least one character, got {shown(request_id)}")
-        try:
-            request_id.encode()
-        except UnicodeEncodeError:
-            raise SpecStateError(f"request_id {request_id!r} cannot be written as UTF-8") from None
-        sampling = SamplingParams() if sampling is None else sampling
-        if not isinstance(sampling, SamplingParams):
-            raise SpecStateError(
-                f"sampling must be SamplingParams, not {type(sampling).__name__} (request {request_id!r})"
-            )
-        sampling = sampling.checked()
-        if request_id in self._requests:
-            raise SpecStateError(f"request_id {request_id!r} is live already")
-        if not self.can_admit():
-            raise CapacityError(
-                f"no slot for request {request_id!r}: free are {self._record_slots.num_free} of max_requests = "
-                f"{self.config.max_requests} record slots and {self._checkpoint_slots.num_free} of num_checkpoints = "
-                f"{self.config.num_checkpoints} checkpoint slots"
-            )
-        handle = Handle(request_id, self._record_slots.allocate(), self._generation + 1)
-        request = Request(handle, self._checkpoint_slots.allocate())
-        try:
-            self._backend.admit(request.checkpoint_slot, handle.record_slot, handle.generation, sampling.columns())
-        except BaseException:  # the device's own, such as running out of memory
-            self._record_slots.free(handle.record_slot)
-            self._checkpoint_slots.free(request.checkpoint_slot)
-            raise
-        self._generation = handle.generation
-        self._requests.add(request)
-        self._record(
-            "admit", handle=handle, checkpoint_slot=request.checkpoint_slot, sampling=sampling.model_dump(mode="json")
-        )
+        sampling = self._check_new(request_id, sampling)
+        self._require_slots(1, 1, f"no slot for request {request_id!r}")
+        with self._new_lives([request_id]) as ([handle], [checkpoint_slot]):
+            self._backend.admit(checkpoint_slot, handle.record_slot, handle.generation, sampling.columns())
+        self._requests.add(Request(handle, checkpoint_slot, sampling))
+        self._record("admit", handle=handle, checkpoint_slot=checkpoint_slot, sampling=sampling.model_dump(mode="json"))
         return handle
 
     def load(self, handle: Handle, states: Any, committed_len: int) -> None:
@@ -170,14 +146,152 @@ class StateManager:
 
     def release(self, handle: Handle) -> None:
         """Ends a request and frees its slots. An open step goes on without it; its late end is dropped and counted."""
-        request = self._requests.of(handle)
-        if request.open_step is not None:
-            request.open_step.null_request(request)
-        self._backend.release(handle.record_slot)
-        self._requests.remove(request)
-        self._record_slots.free(handle.record_slot)
-        self._checkpoint_slots.free(request.checkpoint_slot)
+        self._release(self._requests.of(handle))
         self._record("release", handle=handle)
+
+    # -- between lives
+
+    def fork(
+        self, handle: Handle, request_ids: Sequence[str], sampling: Sequence[SamplingParams] | None = None
+    ) -> list[Handle]:
+        """Copies a request into new ones that stand where it stands; the source keeps its pending records.
+
+        sampling: of each new request; by default the source's with seeds of their own, the source's plus 1, 2 and so on
+        (modulo 2^63), so that parallel samples differ. Raises StaleHandleError, StepOrderError between the verifies of
+        an open step, CapacityError without a record and a checkpoint slot for each, SpecStateError for a bad or taken
+        id and for a sampling of another length; nothing is changed then.
+        """
+        source = self._requests.of(handle)
+        self._refuse_between_verifies("fork", source)
+        if not isinstance(request_ids, Sequence) or isinstance(request_ids, str | bytes) or not request_ids:
+            raise SpecStateError(f"request_ids = {shown(request_ids)} must be a sequence of at least one string")
+        if sampling is None:
+            sampling = [
+                source.sampling.model_copy(update={"seed": (source.sampling.seed + 1 + i) % 2**63})
+                for i in range(len(request_ids))
+            ]
+        elif not isinstance(sampling, Sequence) or len(sampling) != len(request_ids):
+            raise SpecStateError(f"sampling must be a sequence of {len(request_ids)} SamplingParams, one a request")
+        checked = [self._check_new(name, params) for name, params in zip(request_ids, sampling, strict=True)]
+        if len({*request_ids}) != len(request_ids):
+            raise SpecStateError("request_ids names a request twice")
+        count = len(request_ids)
+        self._require_slots(count, count, f"no slots for {count} forks of request {handle.request_id!r}")
+        with self._new_lives(request_ids) as (handles, slots):
+            self._backend.copy_state(source.checkpoint_slot, handle.record_slot, source.folded_by_verify, slots)
+            standing = self._backend.standing(handle.record_slot)
+            for new, slot, params in zip(handles, slots, checked, strict=True):
+                self._backend.attach(slot, new.record_slot, new.generation, standing, params.columns())
+        for new, slot, params in zip(handles, slots, checked, strict=True):
+            self._requests.add(Request(new, slot, params, in_use=True, most_committed=source.most_committed))
+        self._record(
+            "fork",
+            handle=handle,
+            handles=tuple(handles),
+            checkpoint_slots=tuple(slots),
+            sampling=tuple(params.model_dump(mode="json") for params in checked),
+        )
+        return handles
+
+    def preempt(self, handle: Handle, fold: bool = False) -> None:
+        """Ends a request's life but keeps its state on the device until ``resume``; the handle is stale from here on.
+
+        fold: False keeps both slots, pending records included; True folds what is pending and frees the record slot. An
+        open step goes on without the request, its late end is dropped and counted. Raises StaleHandleError, and
+        StepOrderError between the verifies of an open step.
+        """
+        check_flag("fold", fold)
+        request = self._requests.of(handle)
+        self._refuse_between_verifies("preempt", request)
+        folded_by_verify = request.folded_by_verify
+        if fold:
+            self._fold_all([request])
+        standing = self._backend.standing(handle.record_slot) if fold else None
+        self._leave_step(request)
+        if fold:
+            self._backend.release(handle.record_slot)
+            self._record_slots.free(handle.record_slot)
+        else:
+            self._backend.park(handle.record_slot, folded_by_verify)
+        self._requests.remove(request)
+        self._preempted.add(
+            Preempted(
+                request_id=handle.request_id,
+                sampling=request.sampling,
+                most_committed=request.most_committed,
+                may_be_pending=request.may_be_pending and not fold,
+                checkpoint_slot=request.checkpoint_slot,
+                record_slot=None if fold else handle.record_slot,
+                standing=standing,
+            )
+        )
+        self._record("preempt", handle=handle, fold=fold)
+
+    def retract(self, handle: Handle) -> None:
+        """Like ``preempt(handle, fold=True)``, but the checkpoint moves to the host and frees its slot, too.
+
+        The copy into pinned memory is started on the current stream, without a wait. Raises as ``preempt``.
+        """
+        request = self._requests.of(handle)
+        self._refuse_between_verifies("retract", request)
+        self._fold_all([request])
+        standing, image = self._backend.standing(handle.record_slot), self._backend.image(request.checkpoint_slot)
+        self._release(request)
+        self._preempted.add(
+            Preempted(handle.request_id, request.sampling, request.most_committed, False, None, None, standing, image)
+        )
+        self._record("retract", handle=handle)
+
+    def resume(self, request_id: str) -> Handle:
+        """A preempted or retracted request lives again, where it stood, under a handle of another generation.
+
+        Raises CapacityError without the slots that it gave up, SpecStateError when no request of that id is preempted.
+        """
+        preempted = self._preempted.of(request_id, "resume")
+        record_slot, checkpoint_slot = preempted.record_slot, preempted.checkpoint_slot
+        missing = int(record_slot is None), int(checkpoint_slot is None)
+        self._require_slots(*missing, f"no slot for request {request_id!r}")
+        columns = preempted.sampling.columns()
+        with self._new_lives([request_id], record_slot, checkpoint_slot) as ([handle], [checkpoint_slot]):
+            if preempted.image is not None:
+                self._backend.put_image(checkpoint_slot, preempted.image)
+            if record_slot is None:
+                standing = preempted.standing
+                self._backend.attach(checkpoint_slot, handle.record_slot, handle.generation, standing, columns)
+            else:
+                self._backend.unpark(record_slot, handle.generation)
+        self._preempted.remove(preempted)
+        request = Request(handle, checkpoint_slot, preempted.sampling, in_use=True)
+        request.may_be_pending, request.most_committed = preempted.may_be_pending, preempted.most_committed
+        self._requests.add(request)
+        self._record("resume", handle=handle, checkpoint_slot=checkpoint_slot)
+        return handle
+
+    def discard(self, request_id: str) -> None:
+        """Gives up a preempted or retracted request and its slots. Raises SpecStateError when none of that id is."""
+        preempted = self._preempted.of(request_id, "discard")
+        self._discard(preempted)
+        self._record("discard", request_id=preempted.request_id)
+
+    def fence(self, mode: Literal["flush", "drop"]) -> None:
+        """Nothing is pending behind it, so that weights may change.
+
+        "flush" folds all that is pending, of preempted requests too; "drop" releases every request, preempted ones
+        included. Raises StepOrderError while a step is open, SpecStateError for another mode; nothing is changed then.
+        """
+        if mode not in ("flush", "drop"):
+            raise SpecStateError(f"fence: mode = {shown(mode)} must be 'flush' or 'drop'")
+        for request in self._requests:
+            self._refuse_open_step("fence", request)
+        if mode == "flush":
+            self._fold_all([*self._requests])
+            self._fold_preempted()
+        else:
+            for request in list(self._requests):
+                self._release(request)
+            for preempted in list(self._preempted):
+                self._discard(preempted)
+        self._record("fence", mode=mode)
 
     # -- steps
 
@@ -267,16 +381,7 @@ class StateManager:
                 raise SpecStateError("handles names a request twice")
         for request in requests:
             self._refuse_between_verifies("flush", request)
-        # What a verify has folded already is not folded again: the cursors learn of it when that step ends.
-        due = [request for request in requests if request.may_be_pending and not request.folded_by_verify]
-        if due:
-            self._backend.flush(self._backend.begin(flush_batch(due), ""))
-            # A step that has verified needs its rows no more than for its end, which reads the cursors.
-            for step in {id(r.open_step): r.open_step for r in due if r.open_step is not None}.values():
-                if not step.num_verified:
-                    step.refresh()
-            for request in due:
-                request.may_be_pending = False
+        self._fold_all(requests)
         self._record("flush", handles=None if handles is None else tuple(handles))
 
     # -- looking at states
@@ -330,11 +435,13 @@ class StateManager:
 
         Managers that went through the same transitions have the same digest, whatever their backend or layer shape.
         """
-        lines = []
+        lines: list[list[Any]] = []
         for request in sorted(self._requests, key=lambda request: request.handle.request_id):
             cursor = self._backend.cursor(request.handle.record_slot)
             pending = 0 if request.folded_by_verify else cursor.pending_len
             lines.append([*dataclasses.astuple(request.handle), request.checkpoint_slot, cursor.committed_len, pending])
+        for parked in sorted(self._preempted, key=lambda preempted: preempted.request_id):
+            lines.append([parked.request_id, parked.record_slot, parked.checkpoint_slot])
         value = hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
         self._record("digest", value=value)
         return value
@@ -356,6 +463,12 @@ class StateManager:
                 raise StepOrderError(
                     f"set_params: request {request.handle.request_id!r} may have pending records; flush first"
                 )
+        for preempted in self._preempted:
+            if preempted.may_be_pending:
+                raise StepOrderError(
+                    f"set_params: request {preempted.request_id!r}, preempted, may have pending records; "
+                    "fence('flush') folds them"
+                )
         if self._captures:
             raise StepOrderError(
                 f"set_params: graphs captured for {sorted(self._captures)} hold the old parameters; copy new values "
@@ -374,14 +487,111 @@ class StateManager:
 
     # -- inside
 
+    def _check_new(self, request_id: object, sampling: object) -> SamplingParams:
+        """Raises what refuses a new request of that id; its sampling parameters, greedy ones for None."""
+        check_request_id(request_id)
+        if sampling is None:
+            sampling = SamplingParams()
+        if not isinstance(sampling, SamplingParams):
+            raise SpecStateError(
+                f"sampling must be SamplingParams, not {type(sampling).__name__} (request {request_id!r})"
+            )
+        if request_id in self._requests:
+            raise SpecStateError(f"request_id {request_id!r} is live already")
+        if request_id in self._preempted:
+            raise SpecStateError(f"request_id {request_id!r} is preempted: resume or discard it")
+        return sampling
+
+    def _require_slots(self, records: int, checkpoints: int, what: str) -> None:
+        if records > self._record_slots.num_free or checkpoints > self._checkpoint_slots.num_free:
+            raise CapacityError(
+                f"{what}: free are {self._record_slots.num_free} of max_requests = {self.config.max_requests} record "
+                f"slots and {self._checkpoint_slots.num_free} of num_checkpoints = {self.config.num_checkpoints} "
+                "checkpoint slots"
+            )
+
+    @contextmanager
+    def _new_lives(
+        self, request_ids: Sequence[str], record_slot: int | None = None, checkpoint_slot: int | None = None
+    ) -> Iterator[tuple[list[Handle], list[int]]]:
+        """Handles of the next generations and checkpoint slots, new ones unless one is kept.
+
+        Around what the device does for them: when that fails, by running out of memory say, all is as it was.
+        """
+        count = len(request_ids)
+        record_slots = [self._record_slots.allocate() for _ in range(count)] if record_slot is None else []
+        checkpoint_slots = [self._checkpoint_slots.allocate() for _ in range(count)] if checkpoint_slot is None else []
+        rows = record_slots if record_slot is None else [record_slot]
+        slots = checkpoint_slots if checkpoint_slot is None else [checkpoint_slot]
+        generations = range(self._generation + 1, self._generation + 1 + count)
+        handles = [Handle(*life) for life in zip(request_ids, rows, generations, strict=True)]
+        try:
+            yield handles, slots
+        except BaseException:
+            for slot in reversed(record_slots):
+                self._backend.release(slot)
+                self._record_slots.free(slot)
+            for slot in reversed(checkpoint_slots):
+                self._checkpoint_slots.free(slot)
+            raise
+        self._generation += count
+
+    def _leave_step(self, request: Request) -> None:
+        """Its open step goes on without it."""
+        if request.open_step is not None:
+            request.open_step.null_request(request)
+
+    def _release(self, request: Request) -> None:
+        self._leave_step(request)
+        self._backend.release(request.handle.record_slot)
+        self._requests.remove(request)
+        self._record_slots.free(request.handle.record_slot)
+        self._checkpoint_slots.free(request.checkpoint_slot)
+
+    def _discard(self, preempted: Preempted) -> None:
+        if preempted.record_slot is not None:
+            self._backend.release(preempted.record_slot)
+            self._record_slots.free(preempted.record_slot)
+        if preempted.checkpoint_slot is not None:
+            self._checkpoint_slots.free(preempted.checkpoint_slot)
+        self._preempted.remove(preempted)
+
+    def _fold_all(self, requests: Sequence[Request]) -> None:
+        """Folds all that is pending of ``requests``, none of which stands between the verifies of a step."""
+        # What a verify has folded already is not folded again: the cursors learn of it when that step ends.
+        due = [request for request in requests if request.may_be_pending and not request.folded_by_verify]
+        if not due:
+            return
+        owners = [(request.handle, request.checkpoint_slot) for request in due]
+        self._backend.flush(self._backend.begin(flush_batch(owners), ""))
+        # A step that has verified needs its rows no more than for its end, which reads the cursors.
+        for step in {id(r.open_step): r.open_step for r in due if r.open_step is not None}.values():
+            if not step.num_verified:
+                step.refresh()
+        for request in due:
+            request.may_be_pending = False
+
+    def _fold_preempted(self) -> None:
+        """The same for preempted requests that kept their records; their slots are of generation 0."""
+        due = [(p, p.record_slot, p.checkpoint_slot) for p in self._preempted if p.may_be_pending]
+        owners = [
+            (Handle(p.request_id, record_slot, 0), checkpoint_slot)
+            for p, record_slot, checkpoint_slot in due
+            if record_slot is not None and checkpoint_slot is not None
+        ]
+        if owners:
+            self._backend.flush(self._backend.begin(flush_batch(owners), ""))
+        for preempted, *_ in due:
+            preempted.may_be_pending = False
+
     def _check_step(self, requests: Sequence[Request | None]) -> None:
         """Under debug. Whatever slot of the others is being written in place, the step's own are not."""
         self._check_ownership([request for request in requests if request is not None])
 
     def _check_ownership(self, settled: list[Request]) -> None:
         """Slots and cursors of all requests, payloads of ``settled`` ones."""
-        check_slots(self._record_slots, self._checkpoint_slots, self._requests)
-        check_cursors(self.config, self._backend, self._requests)
+        check_slots(self._record_slots, self._checkpoint_slots, self._requests, self._preempted)
+        check_cursors(self.config, self._backend, self._requests, self._preempted)
         check_payloads(self._backend, settled)
 
     def _check_layer(self, layer: object) -> None:

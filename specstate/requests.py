@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from specstate.errors import SpecStateError, StaleHandleError
+from specstate.errors import SpecStateError, StaleHandleError, shown
 from specstate.metadata import Handle
+from specstate.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from specstate.step import Step
@@ -17,6 +18,7 @@ class Request:
 
     handle: Handle
     checkpoint_slot: int
+    sampling: SamplingParams
     open_step: "Step | None" = field(default=None, repr=False)
     may_be_pending: bool = False
     """False only when the device surely holds no pending record."""
@@ -29,6 +31,16 @@ class Request:
     def folded_by_verify(self) -> bool:
         """Its open step has folded what was pending, in all layers; the cursor learns of it when that step ends."""
         return self.open_step is not None and self.open_step.folded_by_verify
+
+
+def check_request_id(request_id: object) -> None:
+    """Raises SpecStateError when it is no string that a trace can hold."""
+    if not isinstance(request_id, str) or not request_id:
+        raise SpecStateError(f"request_id must be a string with at least one character, got {shown(request_id)}")
+    try:
+        request_id.encode()
+    except UnicodeEncodeError:
+        raise SpecStateError(f"request_id {request_id!r} cannot be written as UTF-8") from None
 
 
 class RequestTable:

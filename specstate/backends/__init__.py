@@ -88,6 +88,38 @@ class Backend(Protocol):
         """The record slot is nobody's."""
         ...
 
+    def standing(self, record_row: int) -> Any:
+        """Where the request stands, for ``attach``; kept on the device, its committed length not known here."""
+        ...
+
+    def attach(
+        self, checkpoint_slot: int, record_row: int, generation: int, standing: Any, sampling: tuple[int, ...]
+    ) -> None:
+        """A record slot for the state that lies in the checkpoint slot: nothing pending, at ``standing``."""
+        ...
+
+    def park(self, record_row: int, folded_by_verify: bool) -> None:
+        """Nobody's until ``unpark``, with all that is pending. ``folded_by_verify``: pending records are folded."""
+        ...
+
+    def unpark(self, record_row: int, generation: int) -> None:
+        """The record slot is its owner's again, in another life."""
+        ...
+
+    def copy_state(
+        self, checkpoint_slot: int, record_row: int, folded_by_verify: bool, destinations: list[int]
+    ) -> None:
+        """Writes the committed state, pending records included, into other checkpoint slots; changes nothing else."""
+        ...
+
+    def image(self, checkpoint_slot: int) -> Any:
+        """A copy of the checkpoint on the host, started without a wait."""
+        ...
+
+    def put_image(self, checkpoint_slot: int, image: Any) -> None:
+        """The other way."""
+        ...
+
     def begin(self, batch: Batch, where: str) -> Any:
         """Builds the step's rows from the batch and the cursors."""
         ...

@@ -90,6 +90,41 @@ class MetadataBackend:
     def release(self, record_row: int) -> None:
         self._cursors[record_row] = MetadataCursor(0)
 
+    def standing(self, record_row: int) -> tuple[int, bool]:
+        cursor = self._cursors[record_row]
+        return cursor.committed_len, cursor.finished
+
+    def attach(
+        self,
+        checkpoint_slot: int,
+        record_row: int,
+        generation: int,
+        standing: tuple[int, bool],
+        sampling: tuple[int, ...],
+    ) -> None:
+        committed_len, finished = standing
+        self._cursors[record_row] = MetadataCursor(generation, committed_len, committed_len, finished)
+
+    def park(self, record_row: int, folded_by_verify: bool) -> None:
+        cursor = self._cursors[record_row]
+        cursor.generation = 0
+        if folded_by_verify:
+            cursor.checkpoint_len = cursor.committed_len
+
+    def unpark(self, record_row: int, generation: int) -> None:
+        self._cursors[record_row].generation = generation
+
+    def copy_state(
+        self, checkpoint_slot: int, record_row: int, folded_by_verify: bool, destinations: list[int]
+    ) -> None:
+        """No state to copy; where it stands goes with ``standing``."""
+
+    def image(self, checkpoint_slot: int) -> None:
+        """No checkpoint to copy."""
+
+    def put_image(self, checkpoint_slot: int, image: None) -> None:
+        """No checkpoint to copy."""
+
     # -- a step
 
     def begin(self, batch: Batch, where: str) -> MetadataRows:

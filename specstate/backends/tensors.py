@@ -60,12 +60,7 @@ class TensorBackend:
                 layer.recurrent[checkpoint_slot].copy_(recurrent)
                 if layer.conv is not None:
                     layer.conv[checkpoint_slot].copy_(conv)
-        for layer in self.storage.layers:
-            if layer.conv is not None and layer.conv_ring is not None:
-                # Entry of position p is p + W - 1, so the history's oldest input lies at committed_len.
-                size, history = layer.conv_ring.shape[1], layer.conv.shape[-1]
-                for i in range(history):
-                    layer.conv_ring[record_row, (committed_len + i) % size].copy_(layer.conv[checkpoint_slot, :, i])
+        self._fill_ring(checkpoint_slot, record_row, self._to_device([committed_len]))
         cursor = self.storage.cursors[record_row]
         cursor[at.CURSOR_CHECKPOINT_LEN].fill_(committed_len)
         cursor[at.CURSOR_PENDING_LEN].zero_()
@@ -76,6 +71,63 @@ class TensorBackend:
         self.storage.cursors[record_row].zero_()
         self.storage.sampling[record_row].zero_()
         self.storage.sampling[record_row, at.END_TOKENS :].fill_(-1)
+
+    @shielded
+    def standing(self, record_row: int) -> torch.Tensor:
+        cursor = self.storage.cursors[record_row].clone()
+        cursor[at.CURSOR_CHECKPOINT_LEN] += cursor[at.CURSOR_PENDING_LEN]
+        cursor[at.CURSOR_PENDING_LEN] = 0
+        return cursor
+
+    @shielded
+    def attach(
+        self, checkpoint_slot: int, record_row: int, generation: int, standing: torch.Tensor, sampling: tuple[int, ...]
+    ) -> None:
+        self._fill_ring(checkpoint_slot, record_row, standing[at.CURSOR_CHECKPOINT_LEN :][:1])
+        self.storage.sampling[record_row] = self._to_device(sampling)
+        self.storage.cursors[record_row] = standing
+        self.storage.cursors[record_row, at.CURSOR_GENERATION].fill_(generation)
+
+    @shielded
+    def park(self, record_row: int, folded_by_verify: bool) -> None:
+        cursor = self.storage.cursors[record_row]
+        cursor[at.CURSOR_GENERATION] = 0
+        if folded_by_verify:
+            cursor.copy_(self.standing(record_row))
+
+    @shielded
+    def unpark(self, record_row: int, generation: int) -> None:
+        self.storage.cursors[record_row, at.CURSOR_GENERATION].fill_(generation)
+
+    @shielded
+    def copy_state(
+        self, checkpoint_slot: int, record_row: int, folded_by_verify: bool, destinations: list[int]
+    ) -> None:
+        cursor = self.storage.cursors[record_row]
+        start, count = cursor[at.CURSOR_CHECKPOINT_LEN], cursor[at.CURSOR_PENDING_LEN]
+        if folded_by_verify:
+            start, count = start + count, torch.zeros_like(count)
+        rows = [[checkpoint_slot, checkpoint_slot, record_row, 0, 0, slot, 0] for slot in destinations]
+        plan = self._to_device(rows)
+        plan[:, at.PLAN_CHECKPOINT_LEN], plan[:, at.PLAN_BOUNDARY_COUNT] = start, count
+        self.kernels.fold(plan)
+
+    @shielded
+    def image(self, checkpoint_slot: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        return [
+            (
+                self._to_host(layer.recurrent[checkpoint_slot]),
+                None if layer.conv is None else self._to_host(layer.conv[checkpoint_slot]),
+            )
+            for layer in self.storage.layers
+        ]
+
+    @shielded
+    def put_image(self, checkpoint_slot: int, image: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        for layer, (recurrent, conv) in zip(self.storage.layers, image, strict=True):
+            layer.recurrent[checkpoint_slot].copy_(recurrent, non_blocking=True)
+            if layer.conv is not None and conv is not None:
+                layer.conv[checkpoint_slot].copy_(conv, non_blocking=True)
 
     # -- a step
 
@@ -288,6 +340,19 @@ class TensorBackend:
                         raise SpecStateError(f"states[{index}].conv must be None when conv_kernel_size is None")
                 else:
                     check_tensor(f"states[{index}].{name}", state, target.shape[1:], [target.dtype], self.device)
+
+    def _fill_ring(self, checkpoint_slot: int, record_row: int, position: torch.Tensor) -> None:
+        """The conv ring of a request that stands at ``position`` [1], from the checkpoint's history."""
+        for layer in self.storage.layers:
+            if layer.conv is not None and layer.conv_ring is not None:
+                # Entry of position p is p + W - 1, so the history's oldest input lies at `position`.
+                size, history = layer.conv_ring.shape[1], layer.conv.shape[-1]
+                entry = (position + torch.arange(history, device=self.device)) % size
+                layer.conv_ring[record_row].index_copy_(0, entry, layer.conv[checkpoint_slot].mT)
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
+        return host.copy_(tensor, non_blocking=True)
 
     def _apart(self, state: Any) -> Any:
         """``state``, a tensor or None, in memory that no tensor of the storage shares."""

@@ -100,6 +100,10 @@ class Kernels(Protocol):
         """Folds all that is pending of the rows; ``refresh`` them before they are used again."""
         ...
 
+    def fold(self, plan: torch.Tensor) -> None:
+        """Folds ``plan`` [rows, PLAN_COLUMNS] in all layers: see kernels/rows.py for its columns."""
+        ...
+
     def read_state(self, plan: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What a fold of ``plan`` would write: [rows, H, V, K] in the compute dtype, [rows, C, W-1] or None."""
         ...

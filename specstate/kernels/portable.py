@@ -305,6 +305,9 @@ class PortableKernels:
         step.rows[:, at.FOLD_LEN] = 0
         self._fold(self._advance(step, None, True, None), 0, self.config.num_layers)
 
+    def fold(self, plan: torch.Tensor) -> None:
+        self._fold(plan, 0, self.config.num_layers)
+
     def read_state(self, plan: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         bound = self.config.layer.gate_lower_bound
         return reference.read_state(plan, self.storage.layers[layer], self.params[layer], bound)

@@ -119,6 +119,9 @@ class ReferenceKernels:
         plan = self._advance(step, torch.zeros_like(step.rows[:, 0]), True, None)
         self._fold(plan, range(self.config.num_layers))
 
+    def fold(self, plan: torch.Tensor) -> None:
+        self._fold(plan, range(self.config.num_layers))
+
     def read_state(self, plan: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         return read_state(plan, self.storage.layers[layer], self.params[layer], self._bound)
 

@@ -16,7 +16,7 @@ from specstate.layout import gib, plan_bytes
 from specstate.replay.checks import Differs, out_of_memory
 from specstate.replay.driver import Driver, ReplayBackend
 from specstate.trace import read_trace
-from specstate.trace.schema import Admit, Event, TraceError
+from specstate.trace.schema import Admit, Event, Fork, Resume, TraceError
 from specstate.validation import check_flag
 
 #: What a replay shrinks every trace to, unless it runs at full shape: faults of order and ownership need no more.
@@ -97,10 +97,18 @@ def _slots_in_use(config: StateConfig, events: Sequence[Event]) -> StateConfig:
 
     Pools hand out the lowest slots first, so those above were never anybody's.
     """
-    admits = [event for event in events if isinstance(event, Admit)]
-    rows = 2 + max((admit.handle.record_slot for admit in admits), default=0)
-    slots = 1 + max((admit.checkpoint_slot for admit in admits), default=1)
-    fewer = {"max_requests": min(rows, config.max_requests), "num_checkpoints": min(slots, config.num_checkpoints)}
+    rows, slots = {0}, {1}
+    for event in events:
+        if isinstance(event, Admit | Resume):
+            rows.add(event.handle.record_slot)
+            slots.add(event.checkpoint_slot)
+        elif isinstance(event, Fork):
+            rows.update(handle.record_slot for handle in event.handles)
+            slots.update(event.checkpoint_slots)
+    fewer = {
+        "max_requests": min(max(rows) + 2, config.max_requests),
+        "num_checkpoints": min(max(slots) + 1, config.num_checkpoints),
+    }
     return config.model_copy(update=fewer)
 
 

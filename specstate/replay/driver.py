@@ -18,12 +18,18 @@ from specstate.trace.schema import (
     Commit,
     Defer,
     Digest,
+    Discard,
     Event,
+    Fence,
     Flush,
+    Fork,
     Header,
     Load,
+    Preempt,
     Read,
     Release,
+    Resume,
+    Retract,
     SetParams,
     StepFlush,
     TraceError,
@@ -56,17 +62,24 @@ class Driver:
         self._checks = Checks(self._manager, self._payloads)
         self._verifier = Verifier(self._model, self._checks, header.config.num_layers, self._payloads)
         self._lives: dict[Handle, Life] = {}
+        self._preempted: dict[str, Life] = {}
         self._steps: dict[int, OpenStep] = {}
         self._apply: dict[type[Event], Callable[[Any], list[Life]]] = {
             Admit: self._admit,
             Load: self._load,
             Release: self._release,
+            Fork: self._fork,
+            Preempt: self._preempt,
+            Retract: self._preempt,
+            Resume: self._resume,
+            Discard: self._discard,
             BeginStep: self._begin_step,
             StepFlush: self._step_flush,
             Commit: self._end_step,
             Defer: self._end_step,
             Cancel: self._cancel,
             Flush: self._flush,
+            Fence: self._fence,
             Read: self._read,
             SetParams: self._set_params,
             Digest: self._digest,
@@ -129,8 +142,60 @@ class Driver:
         life = self._life(event.handle)
         self._checks.call(lambda: self._manager.release(event.handle))
         del self._lives[event.handle]
-        if life.open_step is not None:
-            self._steps[life.open_step].release(life)
+        self._leave_step(life)
+        self._checks.only_slots_changed(set())
+        return []
+
+    def _fork(self, event: Fork) -> list[Life]:
+        source, names = self._life(event.handle), [handle.request_id for handle in event.handles]
+        handles = self._checks.call(lambda: self._manager.fork(event.handle, names, event.sampling))
+        slots = tuple(self._manager.checkpoint_slots(handles).tolist())
+        self._checks.equal("handles", tuple(handles), event.handles)
+        self._checks.equal("checkpoint slots", slots, event.checkpoint_slots)
+        lives = [self._model.fork(source, handle, slot) for handle, slot in zip(handles, slots, strict=True)]
+        self._lives.update(zip(handles, lives, strict=True))
+        self._folded(lives)
+        return [source, *lives]
+
+    def _preempt(self, event: Preempt | Retract) -> list[Life]:
+        life, name = self._life(event.handle), event.handle.request_id
+        if isinstance(event, Retract):
+            self._checks.call(lambda: self._manager.retract(event.handle))
+        else:
+            self._checks.call(lambda: self._manager.preempt(event.handle, fold=event.fold))
+        if isinstance(event, Retract) or event.fold:
+            self._folded([life])
+        del self._lives[event.handle]
+        self._leave_step(life)
+        self._preempted[name] = life
+        self._checks.only_slots_changed(set())
+        return []
+
+    def _resume(self, event: Resume) -> list[Life]:
+        name = event.handle.request_id
+        handle = self._checks.call(lambda: self._manager.resume(name))
+        slot = int(self._manager.checkpoint_slots([handle])[0])
+        self._checks.equal("handle", handle, event.handle)
+        self._checks.equal("checkpoint slot", slot, event.checkpoint_slot)
+        life = self._lives[handle] = self._model.resumed(self._preempted.pop(name), handle, slot)
+        self._checks.only_slots_changed({slot})
+        return [life]
+
+    def _discard(self, event: Discard) -> list[Life]:
+        self._checks.call(lambda: self._manager.discard(event.request_id))
+        self._preempted.pop(event.request_id)
+        self._checks.only_slots_changed(set())
+        return []
+
+    def _fence(self, event: Fence) -> list[Life]:
+        self._checks.call(lambda: self._manager.fence(event.mode))
+        lives = [*self._lives.values()]
+        if event.mode == "flush":
+            self._folded([*lives, *self._preempted.values()])
+            self._checks.compare_checkpoints(lives)
+            return lives
+        self._lives.clear()
+        self._preempted.clear()
         self._checks.only_slots_changed(set())
         return []
 
@@ -244,6 +309,11 @@ class Driver:
             between = life.open_step is not None and 0 < self._steps[life.open_step].num_verified < layers
             self._checks.compare_state(life, read=not between)
         self._checks.only_slots_changed(set())
+
+    def _leave_step(self, life: Life) -> None:
+        if life.open_step is not None:
+            self._steps[life.open_step].release(life)
+            life.open_step = None
 
     def _folded(self, lives: list[Life]) -> None:
         """Whatever was called may have folded the records of ``lives``, and written no other checkpoint."""

@@ -220,6 +220,9 @@ def _host_fields(pending: _Pending) -> dict[str, Any]:
         if column is not None:
             values = column.tolist() if isinstance(column, torch.Tensor) else column
             fields[name] = tuple(convert(value) for value in values[: pending.num_rows])
-    if "sampling" in fields:
-        fields["sampling"] = SamplingParams.model_validate(fields["sampling"], strict=False)
+    sampling = fields.get("sampling")
+    if sampling is not None:
+        lives = sampling if isinstance(sampling, tuple) else (sampling,)
+        checked = tuple(SamplingParams.model_validate(life, strict=False) for life in lives)
+        fields["sampling"] = checked if isinstance(sampling, tuple) else checked[0]
     return fields

@@ -97,6 +97,60 @@ class Release(Event):
     handle: CheckedHandle
 
 
+class Fork(Event):
+    """New requests that stand where ``handle`` stood; its pending records stay with it."""
+
+    kind: Literal["fork"] = "fork"
+    handle: CheckedHandle
+    handles: Annotated[tuple[CheckedHandle, ...], Field(min_length=1)]
+    checkpoint_slots: tuple[Annotated[int, Field(ge=1, le=INT32_MAX)], ...]
+    sampling: tuple[SamplingParams, ...]
+
+    @model_validator(mode="after")
+    def _columns_agree(self) -> Self:
+        for name in ("checkpoint_slots", "sampling"):
+            if len(getattr(self, name)) != len(self.handles):
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries, handles has {len(self.handles)}")
+        return self
+
+
+class Preempt(Event):
+    """The request is live no more; it keeps both slots, or, folded, its checkpoint slot alone."""
+
+    kind: Literal["preempt"] = "preempt"
+    handle: CheckedHandle
+    fold: bool
+
+
+class Retract(Event):
+    """The request is live no more, its state lies on the host."""
+
+    kind: Literal["retract"] = "retract"
+    handle: CheckedHandle
+
+
+class Resume(Event):
+    """A preempted or retracted request under its new handle."""
+
+    kind: Literal["resume"] = "resume"
+    handle: CheckedHandle
+    checkpoint_slot: Annotated[int, Field(ge=1, le=INT32_MAX)]
+
+
+class Discard(Event):
+    """A preempted or retracted request was given up."""
+
+    kind: Literal["discard"] = "discard"
+    request_id: str
+
+
+class Fence(Event):
+    """Nothing is pending any more: all folded, or all released."""
+
+    kind: Literal["fence"] = "fence"
+    mode: Literal["flush", "drop"]
+
+
 class BeginStep(Event):
     kind: Literal["begin_step"] = "begin_step"
     step: Count
@@ -192,6 +246,10 @@ class End(_Line):
 
 EVENTS: dict[str, type[Event]] = {
     model.model_fields["kind"].default: model
-    for model in (Admit, Load, Release, BeginStep, StepFlush, Commit, Defer, Cancel, Flush, Read, SetParams, Digest)
+    for model in (
+        *(Admit, Load, Release, Fork, Preempt, Retract, Resume, Discard),
+        *(BeginStep, StepFlush, Commit, Defer, Cancel),
+        *(Flush, Fence, Read, SetParams, Digest),
+    )
 }
 """The model of each kind of event."""

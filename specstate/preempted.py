@@ -1,0 +1,56 @@
+"""Requests that are not live but keep their state: what preemption and retraction leave behind until they resume."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from specstate.errors import SpecStateError, shown
+from specstate.sampling import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Preempted:
+    """A request between two lives. Which slots it holds says how it was preempted.
+
+    With its records: both slots. Folded: the checkpoint slot. Retracted to the host: none.
+    """
+
+    request_id: str
+    sampling: SamplingParams
+    most_committed: int
+    may_be_pending: bool
+    checkpoint_slot: int | None
+    record_slot: int | None
+    standing: Any
+    """The backend's own note of where the request stands, when its record slot is given up."""
+    image: Any = None
+    """The checkpoint on the host, when its checkpoint slot is given up."""
+
+
+class PreemptedTable:
+    """The preempted requests by id, in the order in which they were preempted."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Preempted] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Preempted]:
+        return iter(self._by_id.values())
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._by_id
+
+    def add(self, preempted: Preempted) -> None:
+        self._by_id[preempted.request_id] = preempted
+
+    def remove(self, preempted: Preempted) -> None:
+        del self._by_id[preempted.request_id]
+
+    def of(self, request_id: object, verb: str) -> Preempted:
+        """The request of that id; raises SpecStateError when none of that id is preempted."""
+        found = self._by_id.get(request_id) if isinstance(request_id, str) else None
+        if found is None:
+            raise SpecStateError(f"{verb}: no request {shown(request_id)} is preempted")
+        return found
