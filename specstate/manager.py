@@ -117,7 +117,7 @@ class StateManager:
         sampling: how ``step.sample`` draws its tokens; greedily when None. Raises CapacityError without a free slot,
         SpecStateError when the id is live already.
         """
-        sampling = self._check_new(request_id, sampling)
+        sampling = self._check_new(request_id, SamplingParams() if sampling is None else sampling)
         self._require_slots(1, 1, f"no slot for request {request_id!r}")
         with self._new_lives([request_id]) as ([handle], [checkpoint_slot]):
             self._backend.admit(checkpoint_slot, handle.record_slot, handle.generation, sampling.columns())
@@ -171,8 +171,11 @@ class StateManager:
                 for i in range(len(request_ids))
             ]
         elif not isinstance(sampling, Sequence) or len(sampling) != len(request_ids):
-            raise SpecStateError(f"sampling must be a sequence of {len(request_ids)} SamplingParams, one a request")
-        checked = [self._check_new(name, params) for name, params in zip(request_ids, sampling, strict=True)]
+            raise SpecStateError(f"sampling must be a sequence of {len(request_ids)} SamplingParams, as request_ids")
+        checked = [
+            self._check_new(name, params, f"[{i}]")
+            for i, (name, params) in enumerate(zip(request_ids, sampling, strict=True))
+        ]
         if len({*request_ids}) != len(request_ids):
             raise SpecStateError("request_ids names a request twice")
         count = len(request_ids)
@@ -203,28 +206,13 @@ class StateManager:
         check_flag("fold", fold)
         request = self._requests.of(handle)
         self._refuse_between_verifies("preempt", request)
-        folded_by_verify = request.folded_by_verify
+        preempted = self._stop(request, fold)
         if fold:
-            self._fold_all([request])
-        standing = self._backend.standing(handle.record_slot) if fold else None
-        self._leave_step(request)
-        if fold:
+            preempted.record_slot = None
             self._backend.release(handle.record_slot)
             self._record_slots.free(handle.record_slot)
-        else:
-            self._backend.park(handle.record_slot, folded_by_verify)
         self._requests.remove(request)
-        self._preempted.add(
-            Preempted(
-                request_id=handle.request_id,
-                sampling=request.sampling,
-                most_committed=request.most_committed,
-                may_be_pending=request.may_be_pending and not fold,
-                checkpoint_slot=request.checkpoint_slot,
-                record_slot=None if fold else handle.record_slot,
-                standing=standing,
-            )
-        )
+        self._preempted.add(preempted)
         self._record("preempt", handle=handle, fold=fold)
 
     def retract(self, handle: Handle) -> None:
@@ -235,11 +223,12 @@ class StateManager:
         request = self._requests.of(handle)
         self._refuse_between_verifies("retract", request)
         self._fold_all([request])
-        standing, image = self._backend.standing(handle.record_slot), self._backend.image(request.checkpoint_slot)
+        image = self._backend.image(request.checkpoint_slot)  # first, since it may find no memory
+        preempted = self._stop(request, fold=True)
+        preempted.image = image
+        preempted.record_slot = preempted.checkpoint_slot = None
         self._release(request)
-        self._preempted.add(
-            Preempted(handle.request_id, request.sampling, request.most_committed, False, None, None, standing, image)
-        )
+        self._preempted.add(preempted)
         self._record("retract", handle=handle)
 
     def resume(self, request_id: str) -> Handle:
@@ -261,7 +250,7 @@ class StateManager:
             else:
                 self._backend.unpark(record_slot, handle.generation)
         self._preempted.remove(preempted)
-        request = Request(handle, checkpoint_slot, preempted.sampling, in_use=True)
+        request = Request(handle, checkpoint_slot, preempted.sampling, in_use=preempted.in_use)
         request.may_be_pending, request.most_committed = preempted.may_be_pending, preempted.most_committed
         self._requests.add(request)
         self._record("resume", handle=handle, checkpoint_slot=checkpoint_slot)
@@ -279,7 +268,7 @@ class StateManager:
         "flush" folds all that is pending, of preempted requests too; "drop" releases every request, preempted ones
         included. Raises StepOrderError while a step is open, SpecStateError for another mode; nothing is changed then.
         """
-        if mode not in ("flush", "drop"):
+        if type(mode) is not str or mode not in ("flush", "drop"):
             raise SpecStateError(f"fence: mode = {shown(mode)} must be 'flush' or 'drop'")
         for request in self._requests:
             self._refuse_open_step("fence", request)
@@ -487,19 +476,18 @@ class StateManager:
 
     # -- inside
 
-    def _check_new(self, request_id: object, sampling: object) -> SamplingParams:
-        """Raises what refuses a new request of that id; its sampling parameters, greedy ones for None."""
-        check_request_id(request_id)
-        if sampling is None:
-            sampling = SamplingParams()
+    def _check_new(self, request_id: object, sampling: object, entry: str = "") -> SamplingParams:
+        """Raises what refuses a new request of that id; its sampling parameters. ``entry``: "[i]" of sequences."""
+        name = f"request_ids{entry}" if entry else "request_id"
+        check_request_id(request_id, name)
         if not isinstance(sampling, SamplingParams):
             raise SpecStateError(
-                f"sampling must be SamplingParams, not {type(sampling).__name__} (request {request_id!r})"
+                f"sampling{entry} must be SamplingParams, not {type(sampling).__name__} (request {request_id!r})"
             )
         if request_id in self._requests:
-            raise SpecStateError(f"request_id {request_id!r} is live already")
+            raise SpecStateError(f"{name} {request_id!r} is live already")
         if request_id in self._preempted:
-            raise SpecStateError(f"request_id {request_id!r} is preempted: resume or discard it")
+            raise SpecStateError(f"{name} {request_id!r} is preempted: resume or discard it")
         return sampling
 
     def _require_slots(self, records: int, checkpoints: int, what: str) -> None:
@@ -535,6 +523,29 @@ class StateManager:
                 self._checkpoint_slots.free(slot)
             raise
         self._generation += count
+
+    def _stop(self, request: Request, fold: bool) -> Preempted:
+        """The request moves no more: its records are folded or stay as they are, an open step goes on without it.
+
+        Should this or what follows fail on the way, another call finds what it needs: the cursor knows what verify has
+        folded before the step is left, and is the last thing that ``release`` clears.
+        """
+        handle, folded_by_verify = request.handle, request.folded_by_verify
+        if fold:
+            self._fold_all([request])
+        standing = self._backend.standing(handle.record_slot) if fold else None
+        self._backend.park(handle.record_slot, folded_by_verify)
+        self._leave_step(request)
+        return Preempted(
+            request_id=handle.request_id,
+            sampling=request.sampling,
+            most_committed=request.most_committed,
+            may_be_pending=request.may_be_pending and not (fold or folded_by_verify),
+            in_use=request.in_use or fold,
+            checkpoint_slot=request.checkpoint_slot,
+            record_slot=handle.record_slot,
+            standing=standing,
+        )
 
     def _leave_step(self, request: Request) -> None:
         """Its open step goes on without it."""

@@ -19,6 +19,8 @@ class Preempted:
     sampling: SamplingParams
     most_committed: int
     may_be_pending: bool
+    in_use: bool
+    """As of a live request (requests.py)."""
     checkpoint_slot: int | None
     record_slot: int | None
     standing: Any
@@ -52,5 +54,5 @@ class PreemptedTable:
         """The request of that id; raises SpecStateError when none of that id is preempted."""
         found = self._by_id.get(request_id) if isinstance(request_id, str) else None
         if found is None:
-            raise SpecStateError(f"{verb}: no request {shown(request_id)} is preempted")
+            raise SpecStateError(f"{verb}: request_id = {shown(request_id)} names no preempted request")
         return found

@@ -33,14 +33,14 @@ class Request:
         return self.open_step is not None and self.open_step.folded_by_verify
 
 
-def check_request_id(request_id: object) -> None:
-    """Raises SpecStateError when it is no string that a trace can hold."""
+def check_request_id(request_id: object, what: str) -> None:
+    """Raises SpecStateError, naming the argument ``what``, when it is no string that a trace can hold."""
     if not isinstance(request_id, str) or not request_id:
-        raise SpecStateError(f"request_id must be a string with at least one character, got {shown(request_id)}")
+        raise SpecStateError(f"{what} must be a string with at least one character, got {shown(request_id)}")
     try:
         request_id.encode()
     except UnicodeEncodeError:
-        raise SpecStateError(f"request_id {request_id!r} cannot be written as UTF-8") from None
+        raise SpecStateError(f"{what} {request_id!r} cannot be written as UTF-8") from None
 
 
 class RequestTable:

@@ -181,6 +181,10 @@ def fingerprint(manager: StateManager, *steps: Step) -> dict[str, Any]:
     held: dict[str, Any] = {
         "pools": [(list(p._free), sorted(p._taken)) for p in (manager._record_slots, manager._checkpoint_slots)],
         "requests": [(r.handle, r.checkpoint_slot, id(r.open_step), r.may_be_pending) for r in manager._requests],
+        "preempted": [
+            (p.request_id, p.record_slot, p.checkpoint_slot, p.may_be_pending, id(p.standing), id(p.image))
+            for p in manager._preempted
+        ],
         "numbers": (manager._next_step, manager._generation, manager._dropped_ends.count),
         "params": id(getattr(backend, "params", None)),
         "counters": manager.counters(),

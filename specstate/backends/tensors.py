@@ -68,9 +68,10 @@ class TensorBackend:
 
     @shielded
     def release(self, record_row: int) -> None:
-        self.storage.cursors[record_row].zero_()
         self.storage.sampling[record_row].zero_()
         self.storage.sampling[record_row, at.END_TOKENS :].fill_(-1)
+        # The last: until then a preemption that failed on the way may be called again.
+        self.storage.cursors[record_row].zero_()
 
     @shielded
     def standing(self, record_row: int) -> torch.Tensor:
@@ -91,9 +92,9 @@ class TensorBackend:
     @shielded
     def park(self, record_row: int, folded_by_verify: bool) -> None:
         cursor = self.storage.cursors[record_row]
-        cursor[at.CURSOR_GENERATION] = 0
         if folded_by_verify:
             cursor.copy_(self.standing(record_row))
+        cursor[at.CURSOR_GENERATION].zero_()
 
     @shielded
     def unpark(self, record_row: int, generation: int) -> None:

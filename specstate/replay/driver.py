@@ -165,6 +165,8 @@ class Driver:
             self._checks.call(lambda: self._manager.preempt(event.handle, fold=event.fold))
         if isinstance(event, Retract) or event.fold:
             self._folded([life])
+        else:  # what its step has verified may have been folded there, and its end will not say so
+            life.layers = [self._model.folded(expected) for expected in life.layers]
         del self._lives[event.handle]
         self._leave_step(life)
         self._preempted[name] = life
