@@ -257,6 +257,10 @@ def handle_cases() -> list[Refusal]:
     methods: dict[str, Callable[[World, Any], Any]] = {
         "load": lambda w, handle: w.manager.load(handle, w.states(), 3),
         "release": lambda w, handle: w.manager.release(handle),
+        "fork": lambda w, handle: w.manager.fork(handle, ["c"]),
+        "preempt": lambda w, handle: w.manager.preempt(handle),
+        "preempt and fold": lambda w, handle: w.manager.preempt(handle, fold=True),
+        "retract": lambda w, handle: w.manager.retract(handle),
         "read": lambda w, handle: w.manager.read(handle, 0),
         "committed_len": lambda w, handle: w.manager.committed_len(handle),
         "flush": lambda w, handle: w.manager.flush([w.b, handle]),
@@ -481,12 +485,50 @@ def flush_cases() -> list[Refusal]:
         ("manager.flush of all", lambda w: w.manager.flush(), ("flush", *middle), StepOrderError),
         ("manager.flush of one", lambda w: w.manager.flush([w.a]), ("flush", *middle), StepOrderError),
         ("read", lambda w: w.manager.read(w.a, 0), ("read", *middle), StepOrderError),
+        ("fork", lambda w: w.manager.fork(w.a, ["c"]), ("fork", *middle), StepOrderError),
+        ("preempt", lambda w: w.manager.preempt(w.a), ("preempt", *middle), StepOrderError),
+        ("preempt and fold", lambda w: w.manager.preempt(w.a, fold=True), ("preempt", *middle), StepOrderError),
+        ("retract", lambda w: w.manager.retract(w.a), ("retract", *middle), StepOrderError),
         ("step.flush", lambda w: w.step.flush(), ("flush", "1 layers", "step 1"), StepOrderError),
     )
     cases += refusals(
         "verified", ("step.flush", lambda w: w.step.flush(), ("flush", "2 layers", "step 1"), StepOrderError)
     )
+    for stage in ("begun", "one layer verified", "verified"):
+        cases += refusals(
+            stage,
+            *(
+                (
+                    f"fence({mode!r})",
+                    lambda w, mode=mode: w.manager.fence(mode),
+                    ("fence", "'a'", "step 1"),
+                    StepOrderError,
+                )
+                for mode in ("flush", "drop")
+            ),
+        )
     return cases
+
+
+def between_lives_cases() -> list[Refusal]:
+    taken = ["c", "b"]
+    return refusals(
+        "idle",
+        ("fork into a live id", lambda w: w.manager.fork(w.a, taken), ("request_ids[1]", "'b'", "live already")),
+        ("fork into itself", lambda w: w.manager.fork(w.a, ["a"]), ("request_ids[0]", "'a'", "live already")),
+        ("fork into one id twice", lambda w: w.manager.fork(w.a, ["c", "c"]), ("request_ids", "twice")),
+        ("fork into nothing", lambda w: w.manager.fork(w.a, []), ("request_ids", "[]")),
+        ("fork into a string", lambda w: w.manager.fork(w.a, "cd"), ("request_ids", "'cd'")),
+        (
+            "fork beyond the slots",
+            lambda w: w.manager.fork(w.a, ["c", "d"]),
+            ("2 forks", "'a'", "1 of max_requests = 3", "1 of num_checkpoints = 3"),
+            CapacityError,
+        ),
+        ("resume of a live request", lambda w: w.manager.resume("a"), ("resume", "request_id", "'a'")),
+        ("discard of a released request", lambda w: w.manager.discard("gone"), ("discard", "request_id", "'gone'")),
+        ("fence in another mode", lambda w: w.manager.fence("fold"), ("mode = 'fold'", "'flush' or 'drop'")),
+    )
 
 
 def params_cases() -> list[Refusal]:
@@ -795,6 +837,7 @@ CASES = [
     *load_cases(),
     *begin_cases(),
     *flush_cases(),
+    *between_lives_cases(),
     *params_cases(),
     *step_tensor_cases(),
     *order_cases(),

@@ -62,6 +62,8 @@ class World:
         self.a, self.b = self.manager.admit("a"), self.manager.admit("b")
         if stage != "nothing pending":
             self.verify(self.begin()).defer(self.counts)
+        if stage == "preempted":
+            self.manager.preempt(self.b)
         if stage in ("begun", "begun and flushed", "verified"):
             self.step = self.begin()
         if stage == "begun and flushed":
@@ -432,6 +434,22 @@ CALLS = [
         backends=("metadata",),
     ),
     Call("release", lambda w: {"handle": w.a}, method("release"), HANDLE),
+    Call(
+        "fork",
+        lambda w: {"handle": w.a, "request_ids": ["c", "d"], "sampling": [SamplingParams(), SamplingParams(seed=3)]},
+        method("fork"),
+        {
+            **HANDLE,
+            "sampling": {"None"},
+            ("request_ids", 1): {"string", "'3'", "nul", "long string"},
+            ("sampling", 1): {"sampling"},
+        },
+        words={("request_ids", 1): "request_ids[1]", ("sampling", 1): "sampling"},
+    ),
+    Call("preempt", lambda w: {"handle": w.a, "fold": False}, method("preempt"), {**HANDLE, "fold": {"True", "False"}}),
+    Call("retract", lambda w: {"handle": w.a}, method("retract"), HANDLE),
+    *(Call(verb, lambda w: {"request_id": "b"}, method(verb), {}, stage="preempted") for verb in ("resume", "discard")),
+    Call("fence", lambda w: {"mode": "flush"}, method("fence"), {}),
     Call("committed_len", lambda w: {"handle": w.a}, method("committed_len"), HANDLE),
     Call(
         "read",
