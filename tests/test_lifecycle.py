@@ -28,6 +28,7 @@ from tests.factories import (
     make_config,
     make_inputs,
     make_manager,
+    make_params,
     make_twin,
     relative_error,
 )
@@ -46,6 +47,19 @@ class Life:
     may_be_pending: bool = False  # what the host knows, which never asks the device
     finished: bool = False
     step: "OpenStep | None" = None
+
+
+@dataclass
+class Parked:
+    """A request between two lives, and which slots it keeps: "records" both, "folded" its checkpoint, "host" none."""
+
+    life: Life
+    keeps: str
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Record and checkpoint slots that it keeps."""
+        return {"records": (1, 1), "folded": (0, 1), "host": (0, 0)}[self.keeps]
 
 
 @dataclass
@@ -128,6 +142,7 @@ class Side:
         self.manager = make_manager(self.config, device, backend=backend, debug=False)
         self.oracle = make_twin(self.config).oracle
         self.lives: dict[str, Life] = {}
+        self.parked: dict[str, Parked] = {}
         self.stale: list[Handle] = []
         self.open: list[OpenStep] = []
         self.seed = 0
@@ -139,7 +154,10 @@ class Side:
         if name in self.lives:
             with pytest.raises(SpecStateError, match="live already"):
                 self.manager.admit(name)
-        elif len(self.lives) == min(self.config.max_requests, self.config.num_checkpoints):
+        elif name in self.parked:
+            with pytest.raises(SpecStateError, match="is preempted"):
+                self.manager.admit(name)
+        elif min(self.room) == 0:
             assert not self.manager.can_admit()
             with pytest.raises(CapacityError):
                 self.manager.admit(name)
@@ -172,13 +190,94 @@ class Side:
     def release(self, name: str) -> None:
         life = self.lives[name]
         self.manager.release(life.handle)
-        if life.step is not None:
-            for row in life.step.rows:
-                if row.life is life:
-                    row.life = None
-            life.step.released += 1
-        del self.lives[life.handle.request_id]
-        self.stale.append(life.handle)
+        self._leave(life)
+
+    def fork(self, name: str, names: list[str]) -> None:
+        life = self.lives[name]
+        taken = [new for new in names if new in self.lives or new in self.parked]
+        for refused, error, words in (
+            (life.step is not None and life.step.between, StepOrderError, "have verified"),
+            (taken, SpecStateError, "is live already|is preempted"),
+            (len(names) > min(self.room), CapacityError, "no slots"),
+        ):
+            if refused:
+                with pytest.raises(error, match=words):
+                    self.manager.fork(life.handle, names)
+                return
+        for new, handle in zip(names, self.manager.fork(life.handle, names), strict=True):
+            twin = Twin(self.oracle, self.num_layers, list(life.twin.states), life.twin.committed_len)
+            self.lives[new] = Life(handle, twin, finished=life.finished)
+
+    def preempt(self, name: str, keeps: str) -> None:
+        """``keeps``: see Parked; "host" is a retraction."""
+        life = self.lives[name]
+        if keeps == "host":
+            preempt = functools.partial(self.manager.retract, life.handle)
+        else:
+            preempt = functools.partial(self.manager.preempt, life.handle, fold=keeps == "folded")
+        if life.step is not None and life.step.between:
+            with pytest.raises(StepOrderError, match="have verified"):
+                preempt()
+            return
+        preempt()
+        if keeps != "records" or self._folded_by_verify(life):
+            life.pending, life.may_be_pending = 0, False
+        self._leave(life)
+        self.parked[name] = Parked(life, keeps)
+
+    def resume(self, name: str) -> None:
+        if name not in self.parked:
+            with pytest.raises(SpecStateError, match="names no preempted request"):
+                self.manager.resume(name)
+            return
+        parked = self.parked[name]
+        if any(kept == 0 and free == 0 for kept, free in zip(parked.slots, self.room, strict=True)):
+            with pytest.raises(CapacityError, match="no slot"):
+                self.manager.resume(name)
+            return
+        handle, before = self.manager.resume(name), parked.life
+        assert handle.generation > max([before.handle.generation, *(h.generation for h in self.stale)])
+        del self.parked[name]
+        self.lives[name] = Life(handle, before.twin, before.pending, before.may_be_pending, before.finished)
+
+    def discard(self, name: str) -> None:
+        if name not in self.parked:
+            with pytest.raises(SpecStateError, match="names no preempted request"):
+                self.manager.discard(name)
+            return
+        self.manager.discard(name)
+        del self.parked[name]
+
+    def fence(self, mode: str) -> None:
+        """And new parameters behind it, which happen to be the old ones."""
+        if any(life.step is not None for life in self.lives.values()):
+            with pytest.raises(StepOrderError, match="still open"):
+                self.manager.fence(mode)
+            return
+        self.set_params()
+        self.manager.fence(mode)
+        if mode == "drop":
+            for life in list(self.lives.values()):
+                self._leave(life)
+            self.parked.clear()
+        for life in [*self.lives.values(), *(parked.life for parked in self.parked.values())]:
+            life.pending, life.may_be_pending = 0, False
+        self.set_params()
+
+    def set_params(self) -> None:
+        params = make_params(self.config, device=self.device)
+        if any(life.may_be_pending for life in [*self.lives.values(), *(p.life for p in self.parked.values())]):
+            with pytest.raises(StepOrderError, match="may have pending records"):
+                self.manager.set_params(params)
+        else:
+            self.manager.set_params(params)
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Free record and checkpoint slots."""
+        kept = [parked.slots for parked in self.parked.values()]
+        records = self.config.max_requests - len(self.lives) - sum(slots[0] for slots in kept)
+        return records, self.config.num_checkpoints - len(self.lives) - sum(slots[1] for slots in kept)
 
     def use_stale_handles(self) -> None:
         for handle in self.stale:
@@ -189,6 +288,9 @@ class Side:
                 (self.manager.flush, ([handle],)),
                 (self.manager.load, (handle, None, 0)),
                 (self.manager.begin_step, (metadata,)),
+                (self.manager.fork, (handle, ["z"])),
+                (self.manager.preempt, (handle,)),
+                (self.manager.retract, (handle,)),
             ):
                 with pytest.raises(StaleHandleError):
                     call(*arguments)
@@ -372,6 +474,12 @@ class Side:
         assert (counters.dropped_ends, counters.wasted_windows) == (self.dropped, self.wasted)
         assert counters.clamps == self.clamped
         assert self.manager.num_requests == len(self.lives)
+        assert self.manager.can_admit(min(self.room)) and not self.manager.can_admit(min(self.room) + 1)
+        for parked in self.parked.values():
+            if parked.keeps == "records":
+                life = parked.life
+                cursor = self.manager._backend.cursor(life.handle.record_slot)
+                assert (cursor.pending_len, cursor.committed_len) == (life.pending, life.twin.committed_len)
         for life in self.lives.values():
             assert self.manager._backend.cursor(life.handle.record_slot).pending_len == life.pending
             if life.step is not None and life.step.between:
@@ -385,6 +493,17 @@ class Side:
     def _folded_by_verify(self, life: Life) -> bool:
         step = life.step
         return self.config.fold_policy == "deferred" and step is not None and len(step.verified) == self.num_layers
+
+    def _leave(self, life: Life) -> None:
+        """Its handle is stale, its open step goes on without it."""
+        if life.step is not None:
+            for row in life.step.rows:
+                if row.life is life:
+                    row.life = None
+            life.step.released += 1
+            life.step = None
+        del self.lives[life.handle.request_id]
+        self.stale.append(life.handle)
 
     def _close(self, step: OpenStep) -> None:
         self.open.remove(step)
@@ -444,9 +563,16 @@ class Lifecycle(RuleBasedStateMachine):
         for name in NAMES[:2]:
             self.side.admit(name)
 
-    # -- three rules with many faces each: hypothesis leaves out whole rules at random, and none of these may be missing
+    # -- few rules with many faces each: hypothesis leaves out whole rules at random, and none of these may be missing
 
-    @rule(data=st.data(), face=st.sampled_from(["admit", "load", "release", "stale", "flush", "flush"]))
+    @rule(
+        data=st.data(),
+        face=st.sampled_from(
+            "admit,admit,load,release,stale,flush,flush,fork,preempt,preempt,resume,resume,resume,discard,fence".split(
+                ","
+            )
+        ),
+    )
     def request(self, data: st.DataObject, face: str) -> None:
         side = self.side
         if face == "admit":
@@ -455,6 +581,14 @@ class Lifecycle(RuleBasedStateMachine):
             side.flush(self._draw_names(data))
         elif face == "stale":
             side.use_stale_handles()
+        elif face == "fence":
+            side.fence(data.draw(st.sampled_from(["flush", "flush", "flush", "drop"])))
+        elif face in ("resume", "discard"):
+            # Mostly one that is preempted.
+            names = sorted(side.parked) if side.parked and data.draw(st.integers(0, 5)) else NAMES
+            getattr(side, face)(data.draw(st.sampled_from(names)))
+        elif side.lives and face in ("fork", "preempt"):
+            self._between_lives(data, face)
         elif side.lives and face == "load":
             side.load(self._draw_name(data), data.draw(st.integers(0, 40)), data.draw(st.booleans()))
         elif side.lives:
@@ -479,7 +613,9 @@ class Lifecycle(RuleBasedStateMachine):
     @precondition(lambda self: self.side.open)
     @rule(
         data=st.data(),
-        face=st.sampled_from("verify one,verify,write,flush,end,end,cancel,release,flush all".split(",")),
+        face=st.sampled_from(
+            "verify one,verify,write,flush,end,end,end,cancel,release,flush all,fork,preempt,fence".split(",")
+        ),
     )
     def proceed(self, data: st.DataObject, face: str) -> None:
         side = self.side
@@ -499,6 +635,10 @@ class Lifecycle(RuleBasedStateMachine):
             side.cancel(step)
         elif face == "flush all":
             side.flush(None)
+        elif face == "fence":
+            side.fence(data.draw(st.sampled_from(["flush", "drop"])))
+        elif side.lives and face in ("fork", "preempt"):
+            self._between_lives(data, face)
         elif side.lives:
             side.release(self._draw_name(data))
 
@@ -511,6 +651,16 @@ class Lifecycle(RuleBasedStateMachine):
 
     def _draw_name(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(sorted(self.side.lives)))
+
+    def _between_lives(self, data: st.DataObject, face: str) -> None:
+        name = self._draw_name(data)
+        if face == "fork":
+            # Mostly names that are free.
+            free = [new for new in NAMES if new not in self.side.lives and new not in self.side.parked]
+            names = free if free and data.draw(st.integers(0, 5)) else NAMES
+            self.side.fork(name, data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1, max_size=2)))
+        else:
+            self.side.preempt(name, data.draw(st.sampled_from(["records", "records", "folded", "host"])))
 
     def _draw_names(self, data: st.DataObject) -> list[str] | None:
         """Some requests, or None: all of them."""
