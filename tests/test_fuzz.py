@@ -41,9 +41,12 @@ TRACES = Path(__file__).parent / "traces"
 #: Short ones, and together every kind of event.
 BASES = [
     "class02_counts_out_of_range_eager",
+    "class04_preempted_deferred",
     "class05_padding_deferred",
     "class06_end_tokens_ring",
+    "class08_forked_eager",
     "class09_model_convolves_deferred",
+    "class13_fence_ring",
     "class13_new_parameters_ring",
     "class13_written_records_deferred",
 ]

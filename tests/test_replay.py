@@ -76,7 +76,7 @@ def test_traces_replay_at_full_shape(name: str) -> None:
 def test_every_class_has_every_policy() -> None:
     names = {path.stem for path in GOLDEN}
     assert len(names) >= 20
-    for number in (1, 2, 3, 4, 5, 6, 13):
+    for number in (1, 2, 3, 4, 5, 6, 8, 13):
         for policy in ("eager", "deferred", "ring"):
             assert any(n.startswith(f"class{number:02}_") and n.endswith(f"_{policy}") for n in names)
 
@@ -239,6 +239,78 @@ def padding_is_not_zeroed(patch: Patch) -> None:
     patch.setattr(TensorBackend, "verify", verify)
 
 
+def attach_leaves_the_conv_ring(patch: Patch) -> None:
+    right = TensorBackend.attach
+
+    def attach(self: TensorBackend, *arguments: Any) -> None:
+        patch.setattr(TensorBackend, "_fill_ring", lambda *_: None)
+        right(self, *arguments)
+
+    patch.setattr(TensorBackend, "attach", attach)
+
+
+def park_forgets_what_verify_folded(patch: Patch) -> None:
+    right = TensorBackend.park
+    patch.setattr(TensorBackend, "park", lambda self, row, folded_by_verify: right(self, row, False))
+
+
+def a_parked_slot_stays_its_owners(patch: Patch) -> None:
+    patch.setattr(TensorBackend, "park", lambda self, row, folded_by_verify: None)
+
+
+def a_resumed_slot_stays_nobodys(patch: Patch) -> None:
+    patch.setattr(TensorBackend, "unpark", lambda self, row, generation: None)
+
+
+def fork_leaves_out_what_is_pending(patch: Patch) -> None:
+    right = TensorBackend.copy_state
+    patch.setattr(TensorBackend, "copy_state", lambda self, slot, row, _, slots: right(self, slot, row, True, slots))
+
+
+def fork_folds_again_what_verify_folded(patch: Patch) -> None:
+    right = TensorBackend.copy_state
+    patch.setattr(TensorBackend, "copy_state", lambda self, slot, row, _, slots: right(self, slot, row, False, slots))
+
+
+def fork_stands_at_the_checkpoint(patch: Patch) -> None:
+    def standing(self: TensorBackend, row: int) -> torch.Tensor:
+        cursor = self.storage.cursors[row].clone()
+        cursor[at.CURSOR_PENDING_LEN] = 0
+        return cursor
+
+    patch.setattr(TensorBackend, "standing", standing)
+
+
+def forks_start_anew_after_an_end_token(patch: Patch) -> None:
+    right = TensorBackend.standing
+
+    def standing(self: TensorBackend, row: int) -> torch.Tensor:
+        cursor = right(self, row)
+        cursor[at.CURSOR_FINISHED] = 0
+        return cursor
+
+    patch.setattr(TensorBackend, "standing", standing)
+
+
+def retraction_leaves_out_what_is_pending(patch: Patch) -> None:
+    patch.setattr(StateManager, "_fold_all", lambda self, requests: None)
+
+
+def restored_without_its_image(patch: Patch) -> None:
+    patch.setattr(TensorBackend, "put_image", lambda self, slot, image: None)
+
+
+def restored_without_its_conv_history(patch: Patch) -> None:
+    right = TensorBackend.put_image
+    patch.setattr(
+        TensorBackend, "put_image", lambda self, slot, image: right(self, slot, [(state, None) for state, _ in image])
+    )
+
+
+def fence_leaves_out_the_preempted(patch: Patch) -> None:
+    patch.setattr(StateManager, "_fold_preempted", lambda self: None)
+
+
 #: What is broken, a trace that must show it, and how: a guard that merely crashes shows something else.
 GUARDS: list[tuple[Callable[[Patch], None], str, str]] = [
     (conv_history_off_by_one, "class01_mixed_windows_ring", "conv history of Handle(request_id='a'"),
@@ -261,6 +333,22 @@ GUARDS: list[tuple[Callable[[Patch], None], str, str]] = [
     (load_leaves_the_conv_ring, "class06_end_tokens_ring", "differs from the conv ring of record slot 0"),
     (records_that_wrap_are_misread, "class01_smallest_ring_ring", "state of Handle(request_id='any'"),
     (ring_folds_a_window_early, "class01_smallest_ring_ring", "digest is"),
+    (rows_are_never_nulled, "class04_preempted_deferred", "counter dropped_ends is 2, wanted 1"),
+    (rows_are_never_nulled, "class08_retracted_ring", "is not zero where no request has a token"),
+    (attach_leaves_the_conv_ring, "class04_preempted_ring", "differs from the conv ring of record slot 1"),
+    (attach_leaves_the_conv_ring, "class08_forked_eager", "differs from the conv ring of record slot 2"),
+    (park_forgets_what_verify_folded, "class04_preempted_deferred", "'a', preempted: 4 records are pending"),
+    (a_parked_slot_stays_its_owners, "class04_preempted_eager", "generation 1, its owner 'a' is preempted"),
+    (a_resumed_slot_stays_nobodys, "class04_preempted_ring", "record slot 0 is of generation 0"),
+    (fork_leaves_out_what_is_pending, "class08_forked_ring", "state of Handle(request_id='b'"),
+    (fork_leaves_out_what_is_pending, "class08_forked_deferred", "state of Handle(request_id='b'"),
+    (fork_folds_again_what_verify_folded, "class08_forked_deferred", "state of Handle(request_id='f'"),
+    (fork_stands_at_the_checkpoint, "class08_forked_ring", "committed_len of Handle(request_id='b'"),
+    (forks_start_anew_after_an_end_token, "class08_forked_eager", "counter wasted_windows is 0, wanted 1"),
+    (retraction_leaves_out_what_is_pending, "class08_retracted_ring", "state of Handle(request_id='a'"),
+    (restored_without_its_image, "class08_retracted_deferred", "state of Handle(request_id='a'"),
+    (restored_without_its_conv_history, "class08_retracted_eager", "conv history of Handle(request_id='a'"),
+    (fence_leaves_out_the_preempted, "class13_fence_ring", "state of checkpoint slot 2 of Handle(request_id='b'"),
 ]
 
 

@@ -43,6 +43,12 @@ def recorded(manager: StateManager) -> None:
     manager.flush()
     manager.set_params(make_params(manager.config, seed=3))
     manager.release(b)
+    [d] = manager.fork(a, ["d"])
+    manager.preempt(c)
+    manager.resume("c")
+    manager.retract(d)
+    manager.discard("d")
+    manager.fence("flush")
     manager.digest()
 
 
@@ -62,7 +68,7 @@ def test_a_recorder_writes_what_happened(tmp_path: Path) -> None:
     assert header["config"] == make_config().model_dump(mode="json")
     kinds = (
         "admit admit load begin_step step_flush admit defer read begin_step cancel begin_step commit "
-        "flush flush set_params release digest"
+        "flush flush set_params release fork preempt resume retract discard fence digest"
     ).split()
     assert [event["kind"] for event in events] == kinds
     assert end == {"kind": "end", "events": len(kinds)}
@@ -84,6 +90,15 @@ def test_a_recorder_writes_what_happened(tmp_path: Path) -> None:
     assert events[11]["num_accepted"] == [INT32_MAX, INT32_MAX]
     assert events[12]["handles"] == [a]
     assert "handles" not in events[13]
+    d = {"request_id": "d", "record_slot": 1, "generation": 4}
+    assert events[16].items() >= {"handle": a, "handles": [d], "checkpoint_slots": [2]}.items()
+    assert events[16]["sampling"] == [{**events[0]["sampling"], "seed": 1}]
+    assert events[17:20] == [
+        {"kind": "preempt", "handle": {"request_id": "c", "record_slot": 2, "generation": 3}, "fold": False},
+        {"kind": "resume", "handle": {"request_id": "c", "record_slot": 2, "generation": 5}, "checkpoint_slot": 3},
+        {"kind": "retract", "handle": d},
+    ]
+    assert events[20:22] == [{"kind": "discard", "request_id": "d"}, {"kind": "fence", "mode": "flush"}]
 
 
 def test_a_recorded_run_replays(tmp_path: Path) -> None:
@@ -91,7 +106,7 @@ def test_a_recorded_run_replays(tmp_path: Path) -> None:
     for backend in ("reference", "metadata"):
         report = replay_file(tmp_path / "trace", backend=backend)
         assert report.first_difference is None
-        assert report.events == 17
+        assert report.events == 23
 
 
 def test_reading_gives_back_what_was_written() -> None:
@@ -391,6 +406,27 @@ def test_a_damaged_event_is_named(
     text = refusal(damaged("".join(json.dumps(event) + "\n" for event in events).encode()))
     assert text.startswith(f", line {index + 1}")
     assert says in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("fork", {"handles": []}, "handles = []: Tuple should have at least 1 item"),
+        ("fork", {"checkpoint_slots": [2, 3, 4]}, "checkpoint_slots has 3 entries, handles has 1"),
+        ("fork", {"checkpoint_slots": [0]}, "checkpoint_slots.0 = 0"),
+        ("fork", {"sampling": []}, "sampling has 0 entries, handles has 1"),
+        ("preempt", {"fold": 1}, "fold = 1"),
+        ("resume", {"checkpoint_slot": 0}, "checkpoint_slot = 0"),
+        ("discard", {"request_id": 3}, "request_id = 3"),
+        ("fence", {"mode": "fold"}, "mode = 'fold'"),
+    ],
+)
+def test_a_damaged_event_between_lives_is_named(
+    damaged: Callable[[bytes], Path], tmp_path: Path, kind: str, change: dict[str, Any], says: str
+) -> None:
+    events = record(tmp_path / "trace")
+    next(event for event in events if event["kind"] == kind).update(change)
+    assert says in refusal(damaged("".join(json.dumps(event) + "\n" for event in events).encode()))
 
 
 def test_lengths_are_checked_against_the_header(damaged: Callable[[bytes], Path]) -> None:

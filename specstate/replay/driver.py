@@ -96,11 +96,7 @@ class Driver:
         self._compare(list(self._lives.values()))
         for open_step in list(self._steps.values()):
             self._cancel_step(open_step)
-        self._checks.call(lambda: self._manager.flush(None))
-        lives = list(self._lives.values())
-        self._folded(lives)
-        self._compare(lives)
-        self._checks.compare_checkpoints(lives)
+        self._compare(self._flush_everyone())
 
     # -- one method a kind; each returns the requests that the event concerns
 
@@ -169,6 +165,8 @@ class Driver:
             life.layers = [self._model.folded(expected) for expected in life.layers]
         del self._lives[event.handle]
         self._leave_step(life)
+        if isinstance(event, Retract):
+            life.checkpoint_slot = 0
         self._preempted[name] = life
         self._checks.only_slots_changed(set())
         return []
@@ -190,12 +188,9 @@ class Driver:
         return []
 
     def _fence(self, event: Fence) -> list[Life]:
-        self._checks.call(lambda: self._manager.fence(event.mode))
-        lives = [*self._lives.values()]
         if event.mode == "flush":
-            self._folded([*lives, *self._preempted.values()])
-            self._checks.compare_checkpoints(lives)
-            return lives
+            return self._flush_everyone()
+        self._checks.call(lambda: self._manager.fence("drop"))
         self._lives.clear()
         self._preempted.clear()
         self._checks.only_slots_changed(set())
@@ -317,11 +312,19 @@ class Driver:
             self._steps[life.open_step].release(life)
             life.open_step = None
 
+    def _flush_everyone(self) -> list[Life]:
+        """Folds what is pending of all, preempted ones too, and compares the checkpoints; the live ones."""
+        self._checks.call(lambda: self._manager.fence("flush"))
+        lives = [*self._lives.values(), *self._preempted.values()]
+        self._folded(lives)
+        self._checks.compare_checkpoints([life for life in lives if life.checkpoint_slot])
+        return [*self._lives.values()]
+
     def _folded(self, lives: list[Life]) -> None:
         """Whatever was called may have folded the records of ``lives``, and written no other checkpoint."""
         for life in lives:
             life.layers = [self._model.folded(expected) for expected in life.layers]
-        self._checks.only_slots_changed({life.checkpoint_slot for life in lives})
+        self._checks.only_slots_changed({life.checkpoint_slot for life in lives if life.checkpoint_slot})
 
     def _as_stored(self, expected: Expected) -> tuple[torch.Tensor, torch.Tensor | None]:
         recurrent = expected.state.recurrent.to(self._device, DTYPES[self._config.checkpoint_dtype])

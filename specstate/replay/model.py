@@ -62,6 +62,7 @@ class Life:
 
     handle: Handle
     checkpoint_slot: int
+    """0: none, its state lies on the host."""
     key: int
     """See ``life_key``."""
     layers: list[Expected] = field(default_factory=list)

@@ -52,6 +52,21 @@ class Script:
         for name in names:
             self.manager.release(self.handles.pop(name))
 
+    def fork(self, source: str, *names: str) -> None:
+        self.handles.update(zip(names, self.manager.fork(self.handles[source], names), strict=True))
+
+    def preempt(self, *names: str, fold: bool = False) -> None:
+        for name in names:
+            self.manager.preempt(self.handles.pop(name), fold)
+
+    def retract(self, *names: str) -> None:
+        for name in names:
+            self.manager.retract(self.handles.pop(name))
+
+    def resume(self, *names: str) -> None:
+        for name in names:
+            self.handles[name] = self.manager.resume(name)
+
     def load(self, name: str, committed_len: int) -> None:
         # A copied load needs payloads; which of the two it was is all that the trace keeps.
         states = None
@@ -249,6 +264,117 @@ def slot_reuse(path: Path, policy: str) -> None:
     s.close()
 
 
+def preempted(path: Path, policy: str) -> None:
+    """Class 4: preempted with records pending or folded, resumed in slots that others used; first lives end late."""
+    s = Script(path, toy(policy, num_checkpoints=5))
+    s.admit("a", "b", "c")
+    s.window([("a", 4), ("b", 3), ("c", 4)], [3, 2, 4])
+    s.preempt("a")
+    s.preempt("b", fold=True)
+    s.admit("d")  # in b's record slot
+    s.window([("d", 4), ("c", 2)], [4, 1])
+    s.manager.digest()
+    s.resume("a")
+    s.window([("a", 4), ("d", 1)], [2, 1])
+    s.release("d")
+    s.resume("b")
+    s.window([("b", 4), ("a", 4), ("c", 1)], [1, 4, 1])
+
+    # The end of a's first life comes while it is preempted, that of b's when it lives again.
+    late, later = s.verify(s.begin([("a", 4), ("c", 2)])), s.verify(s.begin([("b", 3)]))
+    s.preempt("a")
+    s.preempt("b", fold=True)
+    s.defer(late, [4, 2])
+    s.resume("b")
+    again = s.verify(s.begin([("b", 4)]), 1)
+    s.defer(later, [3])
+    s.defer(s.verify(again), [2])
+    s.resume("a")
+    s.window([("a", 2), ("b", 4), ("c", 4)], [1, 4, 2])
+
+    # Before any layer has verified; the step goes on without it, in all layers or after the rest of its first life.
+    step = s.begin([("c", 4), ("a", 4)])
+    s.preempt("a")
+    s.defer(s.verify(step), [3, 4])
+    s.resume("a")
+    step = s.begin([("a", 4), ("b", 1)])
+    s.preempt("a", fold=True)
+    s.resume("a")
+    s.verify(step).cancel()
+    s.preempt("c")
+    s.manager.discard("c")
+    s.admit("c")  # anew
+    s.window([("c", 4), ("a", 4), ("b", 4)], [2, 3, 1])
+    s.close()
+
+
+def retracted(path: Path, policy: str) -> None:
+    """Class 8: retracted with records pending, restored into other slots, verified; at every moment that allows it."""
+    s = Script(path, k3(policy))
+    s.admit("a", "b", "c")
+    s.load("b", 21)
+    s.window([("a", 8), ("b", 8), ("c", 2)], [5, 3, 2])
+    s.retract("a")
+    s.admit("d", "e")  # a's slots, and those that are left
+    s.window([("d", 8), ("e", 8)], [8, 1])
+    s.manager.digest()
+    s.release("b")
+    s.resume("a")
+    s.window([("a", 8), ("d", 8), ("c", 8)], [6, 2, 8])
+    s.window([("a", 1)], [1])
+
+    # What was verified and not committed stays behind.
+    begun, verified = s.begin([("a", 8), ("c", 4)]), s.verify(s.begin([("d", 8), ("e", 4)]))
+    s.retract("a", "d")
+    s.admit("f")
+    s.window([("f", 8)], [4])
+    s.defer(s.verify(begun), [8, 1])
+    s.defer(verified, [8, 4])
+    s.resume("d")
+    s.release("f")
+    s.resume("a")
+    s.window([("d", 8), ("a", 8), ("c", 8), ("e", 8)], [1, 4, 8, 2])
+    s.retract("a")
+    s.manager.discard("a")
+    s.admit("a")
+    s.window([("a", 8), ("d", 4)], [3, 3])
+    s.close()
+
+
+def forked(path: Path, policy: str) -> None:
+    """Class 8: forks of requests with and without pending records, in the middle of a step of the source's, too."""
+    s = Script(path, toy(policy, max_requests=6))
+    s.admit("a", end_token_ids=(5,))
+    s.fork("a", "zero")
+    s.window([("a", 4), ("zero", 2)], [3, 2])
+    s.fork("a", "b", "c")
+    s.window([("c", 4), ("a", 4), ("b", 1)], [1, 4, 1])
+    s.manager.flush([s.handles["a"]])
+    s.fork("a", "d")
+    s.window([("d", 4), ("a", 2)], [2, 2])
+    s.manager.digest()
+    s.release("zero", "b")
+
+    begun = s.begin([("a", 4), ("c", 4)])
+    s.fork("a", "e")  # where it stands, not where it might go
+    s.window([("e", 4)], [4])
+    s.verify(begun)
+    s.fork("c", "f")
+    s.window([("f", 4)], [3])
+    s.defer(begun, [1, 4])
+    s.window([("a", 3), ("c", 3), ("e", 3), ("f", 3)], [3, 1, 2, 3])
+
+    s.release("d")
+    s.preempt("f")
+    s.defer(s.verify(s.begin([("a", 4)])), [4], finished=[True])
+    s.release("c")
+    s.fork("a", "g")  # has finished, too
+    s.window([("g", 2), ("e", 4)], [2, 1])
+    s.resume("f")
+    s.window([("f", 4), ("a", 1)], [1, 1])
+    s.close()
+
+
 def padding(path: Path, policy: str) -> None:
     """Class 5: padded rows and tokens, dummies, a batch that shrinks; steps of nothing but padding."""
     s = Script(path, toy(policy))
@@ -395,6 +521,38 @@ def new_parameters(path: Path, policy: str) -> None:
     s.close()
 
 
+def fence(path: Path, policy: str) -> None:
+    """Class 13: fences for new weights: all folded, also of the preempted, or nobody left."""
+    s = Script(path, toy(policy), backend="reference")
+    s.admit("a", "b", "c", "d")
+    s.window([("a", 4), ("b", 4), ("c", 4), ("d", 4)], [3, 1, 4, 2])
+    s.preempt("b")
+    s.preempt("c", fold=True)
+    s.retract("d")
+    s.manager.fence("flush")
+    s.manager.set_params(s.params())
+    s.window([("a", 4)], [2])
+    s.resume("d", "b")
+    s.window([("b", 4), ("d", 4), ("a", 1)], [4, 1, 1])
+    step = s.verify(s.begin([("b", 2), ("d", 3)]))
+    s.preempt("b", "d")  # which leaves the step to nobody
+    s.manager.fence("flush")
+    s.manager.set_params(s.params())
+    s.defer(step, [2, 3])
+    s.resume("b", "c", "d")
+    s.window([("b", 4), ("d", 4), ("a", 1), ("c", 4)], [4, 1, 1, 2])
+    s.manager.digest()
+
+    s.preempt("b")
+    s.retract("d")
+    s.manager.fence("drop")
+    s.handles.clear()
+    s.manager.set_params(s.params())
+    s.admit("b", "a", "d")
+    s.window([("a", 4), ("b", 4), ("d", 4)], [2, 4, 1])
+    s.close()
+
+
 def late_ends(path: Path, policy: str) -> None:
     """Class 13: steps end after their requests are gone, and between the verifies of others; at the size of Kimi K3."""
     s = Script(path, k3(policy))
@@ -437,11 +595,15 @@ TRACES: dict[str, tuple[Callable[[Path, str], None], tuple[str, ...]]] = {
     "class02_counts_out_of_range": (counts_out_of_range, POLICIES),
     "class03_row_identity": (row_identity, POLICIES),
     "class04_slot_reuse": (slot_reuse, POLICIES),
+    "class04_preempted": (preempted, POLICIES),
     "class05_padding": (padding, POLICIES),
     "class06_end_tokens": (end_tokens, POLICIES),
+    "class08_forked": (forked, POLICIES),
+    "class08_retracted": (retracted, POLICIES),
     "class09_windows_and_singles": (windows_and_singles, ("ring",)),
     "class09_model_convolves": (model_convolves, ("deferred", "ring")),
     "class13_cancel": (cancel, POLICIES),
+    "class13_fence": (fence, POLICIES),
     "class13_flush": (flush, POLICIES),
     "class13_late_ends": (late_ends, POLICIES),
     "class13_new_parameters": (new_parameters, POLICIES),
