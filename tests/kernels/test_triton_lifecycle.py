@@ -10,16 +10,31 @@ import triton
 from hypothesis import HealthCheck, settings
 
 from specstate import SamplingParams, StateManager, StepMetadata
+from specstate.backends.tensors import TensorBackend
 from specstate.kernels import portable
 from specstate.replay import replay_file
-from tests.factories import POLICIES, make_inputs, make_manager, make_params, make_twin, run_step, verify_all
+from specstate.storage import Storage
+from tests.factories import (
+    POLICIES,
+    Twin,
+    make_inputs,
+    make_manager,
+    make_params,
+    make_twin,
+    raw_bytes,
+    relative_error,
+    run_step,
+    verify_all,
+)
 from tests.kernels.harness import AIM, small_config
 from tests.test_lifecycle import Lifecycle
 
 #: Traces that the interpreter replays in seconds; all others wait for a GPU.
 QUICK = (
     "class02_counts_out_of_range_ring",
+    "class04_preempted_deferred",
     "class05_padding_eager",
+    "class08_forked_ring",
     "class13_cancel_deferred",
     "class13_new_parameters_deferred",
     "class13_written_records_ring",
@@ -114,6 +129,138 @@ def test_steps_against_the_twin(taps: int | None, policy: str, device: str) -> N
         twin.check(manager, handle, 10 * AIM)
 
 
+def storage_of(manager: StateManager) -> Storage:
+    backend = manager._backend
+    assert isinstance(backend, TensorBackend)
+    return backend.storage
+
+
+def bytes_by_slot(manager: StateManager) -> dict[tuple[str, int, int], bytes]:
+    """Every tensor of the storage by name, layer and slot."""
+    return {
+        (name, index, slot): raw_bytes(tensor[slot])
+        for index, layer in enumerate(storage_of(manager).layers)
+        for name, tensor in layer._asdict().items()
+        if tensor is not None
+        for slot in range(len(tensor))
+    }
+
+
+@pytest.mark.parametrize("taps", [None, 3], ids=["no conv", "conv 3"])
+@pytest.mark.parametrize("pending", [0, 1, 7])
+def test_a_copied_state_is_the_committed_one(pending: int, taps: int | None, device: str) -> None:
+    """With no record, one, and as many as pass the ring's end: destinations get the same, nothing else moves."""
+    config = small_config(conv_kernel_size=taps, num_layers=2, max_requests=2, num_checkpoints=5, record_capacity=11)
+    manager = make_manager(config, device, backend="triton")
+    manager.admit("other")
+    handle, twin = manager.admit("a"), make_twin(config)
+    run_step(manager, [(handle, twin, 4, 3)], 1, 10 * AIM)
+    run_step(manager, [(handle, twin, 4, 4)], 2, 10 * AIM)
+    manager.flush()
+    for seed, accepted in enumerate({0: (), 1: (1,), 7: (4, 3)}[pending]):
+        run_step(manager, [(handle, twin, 4, accepted)], 3 + seed, 10 * AIM)
+    assert manager._backend.cursor(handle.record_slot).pending_len == pending
+    [source] = manager.checkpoint_slots([handle]).tolist()
+    before, cursors = bytes_by_slot(manager), storage_of(manager).cursors.clone()
+    manager._backend.copy_state(source, handle.record_slot, False, [4, 3])
+    after = bytes_by_slot(manager)
+    assert torch.equal(storage_of(manager).cursors, cursors)
+    changed = {(name, slot) for (name, layer, slot), held in after.items() if held != before[name, layer, slot]}
+    names = ("recurrent",) if taps is None else ("recurrent", "conv")
+    assert changed == {(name, slot) for name in names for slot in (3, 4)}
+    for index, layer in enumerate(storage_of(manager).layers):
+        for name in names:
+            assert after[name, index, 3] == after[name, index, 4]
+        if not pending:
+            assert after["recurrent", index, 3] == after["recurrent", index, source]
+        assert relative_error(layer.recurrent[3], twin.states[index].recurrent) < 10 * AIM
+        if layer.conv is not None:
+            assert torch.equal(layer.conv[3].cpu().double(), twin.states[index].conv)
+
+
+@pytest.mark.parametrize("position", [0, 2, 5, 6, 2**31 - 9])
+def test_attach_rebuilds_the_conv_ring(position: int, device: str) -> None:
+    """The history's oldest input lies in entry ``position``, wherever the ring wraps; no other entry is written."""
+    config = small_config(conv_kernel_size=4, num_layers=2, max_requests=2)
+    manager = make_manager(config, device, backend="triton", debug=False)
+    backend, storage = manager._backend, storage_of(manager)
+    for layer in storage.layers:
+        assert layer.conv is not None and layer.conv_ring is not None
+        layer.conv_ring[1] = torch.nan
+        layer.conv[2].copy_(torch.randn(layer.conv[2].shape, generator=torch.Generator().manual_seed(1)))
+    standing = torch.tensor([position, 0, 9, 1], dtype=torch.int32, device=device)
+    params = SamplingParams(temperature=0.5, seed=2**50 + 1, end_token_ids=(4,))
+    backend.attach(2, 1, 12, standing, params.columns())
+    assert tuple(backend.cursor(1)) == (position, 0, 12, True)
+    assert storage.sampling[1].tolist() == list(params.columns())
+    for layer in storage.layers:
+        assert layer.conv is not None and layer.conv_ring is not None
+        size, history = layer.conv_ring.shape[1], layer.conv.shape[-1]
+        entries = [(position + i) % size for i in range(history)]
+        assert torch.equal(layer.conv_ring[1, entries].mT, layer.conv[2])
+        rest = [entry for entry in range(size) if entry not in entries]
+        assert layer.conv_ring[1, rest].isnan().all()
+
+
+@pytest.mark.parametrize("folded_by_verify", [False, True])
+def test_a_parked_cursor_is_nobodys(folded_by_verify: bool, device: str) -> None:
+    config = small_config(fold_policy="deferred", conv_kernel_size=3)
+    manager = make_manager(config, device, backend="triton", debug=False)
+    handle, twin = manager.admit("a"), make_twin(config)
+    run_step(manager, [(handle, twin, 4, 3)], 1, 10 * AIM)
+    backend, row = manager._backend, handle.record_slot
+    records = bytes_by_slot(manager)
+    backend.park(row, folded_by_verify)
+    assert tuple(backend.cursor(row)) == ((3, 0, 0, False) if folded_by_verify else (0, 3, 0, False))
+    backend.unpark(row, 7)
+    assert tuple(backend.cursor(row)) == ((3, 0, 7, False) if folded_by_verify else (0, 3, 7, False))
+    assert bytes_by_slot(manager) == records
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("taps", [None, 3], ids=["no conv", "conv 3"])
+def test_between_lives_against_the_twin(taps: int | None, policy: str, device: str) -> None:
+    """Forks, preempted and restored requests go on from their committed tokens, in slots that others have used."""
+    config = small_config(fold_policy=policy, conv_kernel_size=taps, num_layers=2, max_requests=6, record_capacity=9)
+    manager = make_manager(config, device, backend="triton")
+    rows = {name: (manager.admit(name), make_twin(config)) for name in "abc"}
+    tolerance = 10 * AIM
+
+    def run(seed: int, **windows: tuple[int, int]) -> None:
+        run_step(manager, [(*rows[name], *window) for name, window in windows.items()], seed, tolerance)
+
+    def fork(source: str, name: str) -> None:
+        handle, twin = rows[source]
+        [new] = manager.fork(handle, [name])
+        rows[name] = new, Twin(twin.oracle, twin.num_layers, list(twin.states), twin.committed_len)
+        rows[name][1].check(manager, new, tolerance)
+
+    run(1, a=(4, 3), b=(4, 2), c=(2, 2))
+    fork("a", "d")
+    # All layers have verified: under "deferred" they have folded, and the cursors do not know.
+    step = manager.begin_step(StepMetadata(handles=(rows["b"][0], rows["c"][0]), query_lens=(3, 4)))
+    verify_all(step, make_inputs(config, 7, 2, device))
+    fork("b", "e")
+    manager.preempt(rows["b"][0])
+    manager.preempt(rows["c"][0], fold=True)
+    manager.retract(rows["a"][0])
+    used = [manager.admit(f"used {i}") for i in range(2)]
+    run_step(manager, [(handle, make_twin(config), 4, 4) for handle in used], 3, tolerance)
+    for handle in used:
+        manager.release(handle)
+    step.defer(torch.tensor([3, 4], device=device))  # too late for either
+    for name in "abc":
+        rows[name] = manager.resume(name), rows[name][1]
+        rows[name][1].check(manager, rows[name][0], tolerance)
+    assert manager.counters().dropped_ends == 2
+    run(4, c=(4, 1), e=(4, 4), a=(1, 1), b=(4, 3), d=(2, 2))
+    manager.preempt(rows["b"][0])
+    manager.fence("flush")
+    rows["b"] = manager.resume("b"), rows["b"][1]
+    assert all(manager._backend.cursor(slot).pending_len == 0 for slot in range(6))
+    run(5, a=(4, 4), b=(4, 1), c=(4, 2), d=(4, 3), e=(1, 1))
+
+
 class FailedLaunch:
     """In place of a kernel: its launch finds no memory."""
 
@@ -193,6 +340,41 @@ def test_a_hundred_steps_wait_for_nothing(policy: str, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_between_lives_waits(policy: str, device: str) -> None:
+    config = small_config(fold_policy=policy, conv_kernel_size=4, num_layers=2, max_requests=8)
+    manager = StateManager(config, make_params(config, device=device), device, backend="triton")
+    inputs, counts = make_inputs(config, 12, 0, device), torch.full((4,), 2, device=device)
+    handles = [manager.admit(f"{i}") for i in range(4)]
+
+    def story(index: int) -> None:
+        step = manager.begin_step(StepMetadata(handles=tuple(handles), query_lens=(3,) * 4))
+        if index % 2:
+            verify_all(step, inputs)
+        forks = manager.fork(handles[0], [f"{index} {i}" for i in range(2)])
+        manager.preempt(handles[1])
+        manager.preempt(handles[2], fold=True)
+        manager.retract(handles[3])
+        step.defer(counts) if index % 2 else step.cancel()
+        handles[1:] = [manager.resume(f"{i}") for i in (1, 2, 3)]
+        manager.preempt(forks[0])
+        manager.discard(f"{index} 0")
+        manager.fence("flush")
+        manager.release(forks[1])
+
+    for index in range(4):  # compiles what it needs, and pins memory, which may wait
+        story(index)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for index in range(8):
+            story(index)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    manager.check_integrity()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_compiles_after_warmup(policy: str, device: str) -> None:
     """Steps of 1, 2, 16 and 17 rows, padded and not, inputs as slices, every end: all of it was compiled before."""
     # A shape that no other test has, so that nothing is cached in this process already.
@@ -223,6 +405,10 @@ def test_nothing_compiles_after_warmup(policy: str, device: str) -> None:
                 else:
                     step.defer(counts) if verb == "defer" else step.commit(counts)
         manager.flush()
+        manager.retract(handles[0])
+        manager.preempt(handles[1], fold=True)
+        manager.fork(handles[2], ["fork"])
+        manager.resume("0")
     finally:
         triton.knobs.runtime.jit_post_compile_hook = before
     assert compiled == []
