@@ -42,6 +42,10 @@ def manager(words: str) -> tuple[str, ...]:
     return ("tests/test_manager.py", "-k", words)
 
 
+def preemption(words: str) -> tuple[str, ...]:
+    return ("tests/test_preemption.py", "-k", words)
+
+
 def triton(file: str, words: str) -> tuple[str, ...]:
     return (f"tests/kernels/test_triton_{file}.py", "-k", words)
 
@@ -62,6 +66,26 @@ MUTATIONS = (
         1, "a release nulls the row of an open step", "specstate/manager.py",
         "request.open_step.null_request(request)", "pass",
         manager("release_in_an_open_step"),
+    ),
+    Mutation(
+        1, "a preempted request leaves its open step", "specstate/manager.py",
+        "        self._leave_step(request)\n        return Preempted(", "        return Preempted(",
+        preemption("late_end_of_the_first_life"),
+    ),
+    Mutation(
+        1, "a parked record slot is nobody's", "specstate/backends/tensors.py",
+        "cursor[at.CURSOR_GENERATION].zero_()", "pass",
+        preemption("preempted_request_resumes and records"),
+    ),
+    Mutation(
+        1, "a resumed request has another generation", "specstate/manager.py",
+        "self._backend.unpark(record_slot, handle.generation)", "pass",
+        preemption("preempted_request_resumes and records"),
+    ),
+    Mutation(
+        1, "the id of a preempted request is taken", "specstate/manager.py",
+        "if request_id in self._preempted:", "if False:",
+        preemption("ids_that_are_taken"),
     ),
     Mutation(
         1, "a nulled row has no record row", "specstate/kernels/cursors.py",
@@ -88,6 +112,32 @@ MUTATIONS = (
         2, "new parameters wait for a flush", "specstate/manager.py",
         "            if request.may_be_pending:", "            if False:",
         refusals("set_params and pending"),
+    ),
+    Mutation(
+        2, "new parameters wait for the preempted, too", "specstate/manager.py",
+        "            if preempted.may_be_pending:", "            if False:",
+        preemption("behind_a_fence"),
+    ),
+    Mutation(
+        2, "a fence folds what the preempted have pending", "specstate/manager.py",
+        "self._backend.flush(self._backend.begin(flush_batch(owners), \"\"))\n        for preempted",
+        "pass\n        for preempted",
+        preemption("behind_a_fence"),
+    ),
+    Mutation(
+        2, "a fork takes pending records along", "specstate/backends/tensors.py",
+        "plan[:, at.PLAN_BOUNDARY_COUNT] = start, count", "plan[:, at.PLAN_BOUNDARY_COUNT] = start, 0",
+        preemption("a_fork_stands"),
+    ),
+    Mutation(
+        2, "a fork stands behind the pending records", "specstate/backends/tensors.py",
+        "cursor[at.CURSOR_CHECKPOINT_LEN] += cursor[at.CURSOR_PENDING_LEN]", "pass",
+        preemption("a_fork_stands"),
+    ),
+    Mutation(
+        2, "a retraction folds first", "specstate/manager.py",
+        "        self._fold_all([request])\n        image = ", "        image = ",
+        preemption("preempted_request_resumes and host"),
     ),
     Mutation(
         2, "what verify folded is pending no more", "specstate/kernels/cursors.py",
@@ -161,6 +211,11 @@ MUTATIONS = (
     ),
     # -- rule 7: conv and recurrent state at one position
     Mutation(
+        7, "a restored request's conv ring is its checkpoint's", "specstate/backends/tensors.py",
+        "        self._fill_ring(checkpoint_slot, record_row, standing[at.CURSOR_CHECKPOINT_LEN :][:1])\n", "",
+        preemption("preempted_request_resumes and host"),
+    ),
+    Mutation(
         7, "integrity compares conv histories", "specstate/backends/tensors.py",
         "if not torch.equal(bits(ring), bits(layer.conv[checkpoint_slot])):", "if False:",
         manager("integrity_finds_a_conv_history"),
@@ -179,8 +234,23 @@ MUTATIONS = (
     ),
     Mutation(
         9, "no slot, no admit", "specstate/manager.py",
-        "if not self.can_admit():", "if False:",
+        "if records > self._record_slots.num_free or checkpoints > self._checkpoint_slots.num_free:", "if False:",
         refusals("without_a_free_slot"),
+    ),
+    Mutation(
+        9, "a folded request gives its record slot back", "specstate/manager.py",
+        "            preempted.record_slot = None\n", "",
+        preemption("preempted_request_resumes and checkpoint"),
+    ),
+    Mutation(
+        9, "a resume that fails gives back what it took", "specstate/manager.py",
+        "            for slot in reversed(checkpoint_slots):\n                self._checkpoint_slots.free(slot)\n", "",
+        preemption("gives_back_what_it_took"),
+    ),
+    Mutation(
+        9, "integrity counts the slots of the preempted", "specstate/integrity.py",
+        "owned += [(p.record_slot, p.checkpoint_slot) for p in preempted]", "pass",
+        preemption("integrity_finds"),
     ),
     # -- rule 11: one open step a request
     Mutation(
@@ -218,6 +288,35 @@ MUTATIONS = (
         12, "no read between verifies", "specstate/manager.py",
         'self._refuse_between_verifies("read", request)', "pass",
         refusals("read and one and layer"),
+    ),
+    *(
+        Mutation(
+            12, f"no {verb} between verifies", "specstate/manager.py",
+            f'self._refuse_between_verifies("{verb}", {who})', "pass",
+            preemption(f"between_verifies and {verb}"),
+        )
+        for verb, who in (("fork", "source"), ("preempt", "request"), ("retract", "request"))
+    ),
+    Mutation(
+        12, "no fence while a step is open", "specstate/manager.py",
+        'self._refuse_open_step("fence", request)', "pass",
+        preemption("fence_refuses"),
+    ),
+    Mutation(
+        12, "a fork folds nothing that a verify has folded", "specstate/backends/tensors.py",
+        "start, count = start + count, torch.zeros_like(count)", "pass",
+        preemption("a_fork_stands and deferred"),
+    ),
+    Mutation(
+        12, "a parked cursor knows what a verify has folded", "specstate/backends/tensors.py",
+        "            cursor.copy_(self.standing(record_row))\n", "            pass\n",
+        preemption("preempted_request_resumes and deferred"),
+    ),
+    Mutation(
+        12, "a preemption parks before it leaves the step", "specstate/manager.py",
+        "        self._backend.park(handle.record_slot, folded_by_verify)\n        self._leave_step(request)\n",
+        "        self._leave_step(request)\n        self._backend.park(handle.record_slot, folded_by_verify)\n",
+        preemption("fails_is_called_again"),
     ),
     Mutation(
         12, "a flush folds nothing that a verify has folded", "specstate/manager.py",

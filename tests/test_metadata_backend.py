@@ -132,6 +132,34 @@ class Walk(RuleBasedStateMachine):
         self.both.call("flush", None if everyone else self._handles(data))
         self.both.check()
 
+    @rule(
+        data=st.data(),
+        verb=st.sampled_from("fork,preempt,fold,retract,resume,resume,resume,discard,fence".split(",")),
+        name=st.sampled_from(NAMES),
+    )
+    def between_lives(self, data: st.DataObject, verb: str, name: str) -> None:
+        """Live or not, so that some are refused."""
+        handle = self.handles.get(name)
+        if verb == "fence":
+            self.both.call("fence", data.draw(st.sampled_from(["flush", "flush", "drop"])))
+        elif verb == "resume":
+            made = self.both.call("resume", name)
+            if made is not None:
+                assert made[0] == made[1]
+                self.handles[name] = made[0]
+        elif verb == "discard":
+            self.both.call("discard", name)
+        elif handle is not None and verb == "fork":
+            made = self.both.call("fork", handle, data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=2)))
+            if made is not None:
+                assert made[0] == made[1]
+                self.handles.update((new.request_id, new) for new in made[0])
+        elif handle is not None and verb == "retract":
+            self.both.call("retract", handle)
+        elif handle is not None:
+            self.both.call("preempt", handle, fold=verb == "fold")
+        self.both.check()
+
     @rule(data=st.data(), dummies=st.integers(0, 2), indexed=st.booleans(), padding=st.integers(-1, 3))
     def begin(self, data: st.DataObject, dummies: int, indexed: bool, padding: int) -> None:
         handles: list[Handle | None] = [*self._handles(data), *[None] * dummies] if self.handles else [None] * dummies

@@ -441,6 +441,42 @@ def test_what_is_retracted_lies_apart_from_the_storage(policy: str) -> None:
     both.run(a=(4, 2))
 
 
+def free_the_record_slot(manager: StateManager) -> None:
+    manager._record_slots.free(0)
+
+
+def free_the_checkpoint_slot(manager: StateManager) -> None:
+    manager._checkpoint_slots.free(1)
+
+
+def give_the_cursor_an_owner(manager: StateManager) -> None:
+    manager._backend.unpark(0, 9)
+
+
+def forget_that_records_are_pending(manager: StateManager) -> None:
+    [preempted] = manager._preempted
+    preempted.may_be_pending = False
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "words"),
+    [
+        (free_the_record_slot, r"record slots owned are \[0, 1\], taken are \[1\]"),
+        (free_the_checkpoint_slot, r"checkpoint slots owned are \[1, 2\], taken are \[2\]"),
+        (give_the_cursor_an_owner, "record slot 0 is of generation 9, its owner 'a' is preempted"),
+        (forget_that_records_are_pending, "'a', preempted: 3 records are pending, the host knows of none"),
+    ],
+)
+def test_integrity_finds(corrupt: Callable[[StateManager], None], words: str) -> None:
+    both, _ = at("idle", "ring")
+    both.preempt("a", "records")
+    both.check()
+    for manager in both.managers:
+        corrupt(manager)
+        with pytest.raises(SpecStateError, match=words):
+            manager.check_integrity()
+
+
 # -- refusals
 
 
