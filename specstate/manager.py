@@ -115,7 +115,7 @@ class StateManager:
         """A request with zero state at position 0.
 
         sampling: how ``step.sample`` draws its tokens; greedily when None. Raises CapacityError without a free slot,
-        SpecStateError when the id is live already.
+        SpecStateError when the id is live already, or preempted.
         """
         sampling = self._check_new(request_id, SamplingParams() if sampling is None else sampling)
         self._require_slots(1, 1, f"no slot for request {request_id!r}")
@@ -359,8 +359,8 @@ class StateManager:
     def flush(self, handles: Sequence[Handle] | None = None) -> None:
         """Folds everything pending of ``handles``, or of all requests; afterwards checkpoints are the committed states.
 
-        Raises StaleHandleError, and StepOrderError when an open step of one of them stands between its first and its
-        last layer's verify.
+        Preempted requests keep their records (``fence`` folds those, too). Raises StaleHandleError, and StepOrderError
+        when an open step of one of them stands between its first and its last layer's verify.
         """
         if handles is None:
             requests = list(self._requests)
@@ -441,7 +441,7 @@ class StateManager:
         """New parameters from the next step on.
 
         Raises StepOrderError while a step is open or a record may be pending (it would be folded with another gate):
-        ``flush`` first; and once a graph was captured, which holds the tensors it was captured with. Raises
+        ``fence("flush")`` first; and once a graph was captured, which holds the tensors it was captured with. Raises
         SpecStateError when they do not fit the config, or on backend "metadata".
         """
         if not isinstance(self._backend, TensorBackend):
@@ -484,6 +484,7 @@ class StateManager:
             raise SpecStateError(
                 f"sampling{entry} must be SamplingParams, not {type(sampling).__name__} (request {request_id!r})"
             )
+        sampling = sampling.checked()
         if request_id in self._requests:
             raise SpecStateError(f"{name} {request_id!r} is live already")
         if request_id in self._preempted:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class DroppedEnds:
-    """Row ends of a manager's steps that came after their request's release."""
+    """Row ends of a manager's steps that came after their request was released or preempted."""
 
     count: int = 0
 
@@ -302,7 +302,7 @@ class Step:
     # -- for the manager
 
     def null_request(self, request: Request) -> None:
-        """The request is being released: its row owns nothing from here on, and its end will be dropped."""
+        """The request is released or preempted: its row owns nothing from here on, and its end will be dropped."""
         row = self._requests.index(request)
         if self._capture is not None:
             self._capture.null_row(row)
@@ -310,7 +310,7 @@ class Step:
             self._host.backend.null_row(self._rows, row)
         self._requests[row] = None
         self._num_released += 1
-        # Should the rest of the release fail, a second one finds no step to leave.
+        # Should the rest of it fail, a second call finds no step to leave.
         request.open_step = None
 
     def refresh(self) -> None:

@@ -100,14 +100,14 @@ def test_the_readme_names_each_command(command: str) -> None:
 def test_every_python_block_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In one go, as they build on one another; then the trace that they leave behind is replayed."""
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     script = tmp_path / "example.py"
     script.write_text("\n".join(blocks))
     ended = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    counts = re.fullmatch(r"accepted of a and b: (\d+) (\d+)\nc stands at 11\n", ended.stdout)
+    counts = re.fullmatch(r"accepted of a and b: (\d+) (\d+)\nc stands at 11\nthe fork stands at 11\n", ended.stdout)
     assert counts is not None, ended.stdout
     assert 1 <= int(counts.group(1)) <= 4
     assert int(counts.group(2)) == 1
