@@ -77,7 +77,7 @@ class TensorBackend:
     def standing(self, record_row: int) -> torch.Tensor:
         cursor = self.storage.cursors[record_row].clone()
         cursor[at.CURSOR_CHECKPOINT_LEN] += cursor[at.CURSOR_PENDING_LEN]
-        cursor[at.CURSOR_PENDING_LEN] = 0
+        cursor[at.CURSOR_PENDING_LEN].zero_()  # an assignment would bring its 0 from the host, and wait
         return cursor
 
     @shielded

@@ -20,7 +20,11 @@ def captured_bytes(num_rows: int, num_tokens: int, max_query_len: int) -> int:
     end = num_rows * (4 * at.PLAN_COLUMNS + 4 + 8 + 2 * (4 + 1))
     flush = 4 * num_rows * at.PLAN_COLUMNS
     tensors = 4 + 2 * 5 + 7 + 1
-    return begin + 2 * sample + end + flush + tensors * _ALIGNMENT
+    return _aligned(begin + 2 * sample + end + flush + tensors * _ALIGNMENT)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class Allocator(Protocol):
@@ -70,5 +74,5 @@ class Arena:
                 f"captured steps have used {start} of the {len(self._bytes)} bytes that warmup made, the next tensor "
                 f"needs {size}: warmup(captures=...) makes more"
             )
-        self._used = -(-(start + size) // _ALIGNMENT) * _ALIGNMENT
+        self._used = _aligned(start + size)
         return self._bytes[start : start + size].view(dtype).view(shape)

@@ -58,6 +58,15 @@ def test_the_bytes_of_a_captured_step_are_what_a_step_takes(policy: str, device:
     assert 0 <= spare < 22 * 512, "no more than an alignment for each of the tensors"
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (4, 16, 4), (17, 34, 3), (256, 2048, 8)])
+def test_warmup_makes_room_for_as_many_as_it_says(sizes: tuple[int, int, int]) -> None:
+    arena = Arena.of(4 * captured_bytes(*sizes), CPU)
+    for _ in range(4):
+        arena.part(captured_bytes(*sizes))
+    with pytest.raises(CapacityError):
+        arena.part(1)
+
+
 @pytest.mark.parametrize("captures", [-1, True, 1.0, 5000])
 def test_a_bad_number_of_captures_is_refused(captures: object) -> None:
     with pytest.raises(ValueError, match="captures = "):

@@ -407,6 +407,7 @@ def test_nothing_compiles_after_warmup(policy: str, device: str) -> None:
         manager.flush()
         manager.retract(handles[0])
         manager.preempt(handles[1], fold=True)
+        manager.discard("1")
         manager.fork(handles[2], ["fork"])
         manager.resume("0")
     finally:
