@@ -99,7 +99,17 @@ def story(policy: str, mode: Callable[[], AbstractContextManager[Any]], types: t
         manager.check_integrity()
         manager.digest()
         manager.release(b)
-        manager.admit("c")
+        c = manager.admit("c")
+        [d] = manager.fork(a, ["d"])
+        manager.preempt(a)
+        manager.preempt(c, fold=True)
+        manager.retract(d)
+        a, _, d = (manager.resume(name) for name in "acd")
+        step = manager.begin_step(StepMetadata(handles=(d, a), query_lens=(4, 3)))
+        outputs += [raw_bytes(output) for output in verify_all(step, inputs[0])]
+        step.defer(own_counts)
+        manager.fence("flush")
+        manager.check_integrity()
     held = fingerprint(manager)
     del held["params"]
     return {"outputs": outputs, **held}

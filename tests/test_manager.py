@@ -1,5 +1,6 @@
 """The life of requests and steps on the reference backend, each test one story, checked against the oracle."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -326,6 +327,16 @@ def test_everything_works_across_inference_mode() -> None:
         manager.load(other, None, committed_len=3)
         run_step(manager, [(handle, twin, 4, 4)], seed=4)
         manager.release(other)
+    for inside in (torch.inference_mode(), contextlib.nullcontext()):
+        with inside:
+            manager.retract(*manager.fork(handle, ["fork"]))
+            manager.preempt(handle, fold=True)
+        handle, fork = manager.resume("a"), manager.resume("fork")
+        twin.check(manager, handle)
+        twin.check(manager, fork)
+        with torch.inference_mode():
+            manager.preempt(fork)
+        manager.release(manager.resume("fork"))
     manager.flush()
     twin.check(manager, handle)
 

@@ -68,9 +68,9 @@ class Window:
 class Both:
     """Two managers of one config, and a twin for each request, live or preempted."""
 
-    def __init__(self, policy: str, **changes: Any) -> None:
+    def __init__(self, policy: str, storage: Any = None, **changes: Any) -> None:
         self.config = make_config(**{"fold_policy": policy, "max_requests": 4, "num_checkpoints": 5, **changes})
-        self.payload = make_manager(self.config)
+        self.payload = make_manager(self.config, storage=storage)
         self.managers = [self.payload, StateManager(self.config, None, backend="metadata", debug=True)]
         self.handles: dict[str, Handle] = {}
         self.twins: dict[str, Twin] = {}
@@ -308,9 +308,11 @@ def test_a_preempted_request_resumes_where_it_stood(taps: int | None, keeps: str
     both.admit("x")
     both.run(x=(4, 4))
 
+    slot = 1  # the first that was handed out
     both.resume("a")
     second = both.handles["a"]
     assert second.generation > first.generation
+    assert (int(both.payload.checkpoint_slots([second])[0]) == slot) == (keeps != "host")
     assert both.pending("a") == (pending if keeps == "records" and not folded_by_verify else 0)
     both.check()
     for verb, more in (("committed_len", ()), ("release", ()), ("fork", (["z"],)), ("preempt", ()), ("retract", ())):
@@ -475,6 +477,33 @@ def test_integrity_finds(corrupt: Callable[[StateManager], None], words: str) ->
         corrupt(manager)
         with pytest.raises(SpecStateError, match=words):
             manager.check_integrity()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_in_the_callers_storage(policy: str) -> None:
+    """Slots with others' memory between them, conv histories with the channels side by side."""
+    config = make_config(fold_policy=policy, max_requests=4, num_checkpoints=5)
+    spec = config.layer
+    pages = [
+        (
+            torch.zeros(6, 2, spec.num_heads, spec.head_v_dim, spec.head_k_dim, dtype=torch.float64),
+            torch.zeros(6, 2, spec.conv_history_len, spec.conv_channels, dtype=torch.float64),
+        )
+        for _ in range(config.num_layers)
+    ]
+    both = Both(policy, storage=[(recurrent[:, 0], conv[:, 0].mT) for recurrent, conv in pages])
+    both.admit("a", "b")
+    both.run(a=(4, 3), b=(4, 2))
+    both.fork("a", "c")
+    both.preempt("a", "host")
+    both.preempt("b", "checkpoint")
+    both.admit("x")
+    both.run(x=(4, 4), c=(2, 1))
+    both.resume("a")
+    both.resume("b")
+    both.check()
+    both.run(a=(4, 4), b=(3, 2), c=(1, 1))
+    assert not any(page[:, 1].any() for pair in pages for page in pair)
 
 
 # -- refusals

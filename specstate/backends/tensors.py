@@ -104,6 +104,7 @@ class TensorBackend:
     def copy_state(
         self, checkpoint_slot: int, record_row: int, folded_by_verify: bool, destinations: list[int]
     ) -> None:
+        self.check_storage("")
         cursor = self.storage.cursors[record_row]
         start, count = cursor[at.CURSOR_CHECKPOINT_LEN], cursor[at.CURSOR_PENDING_LEN]
         if folded_by_verify:

@@ -136,7 +136,7 @@ def test_parameters_that_are_not_contiguous_are_refused_and_change_nothing(devic
 
 
 def test_replaced_storage_is_refused(device: str) -> None:
-    """A table points at memory that is another's by now; the next step says so before anything is launched."""
+    """A table points at memory that is another's by now; the next step or fork says so before anything is launched."""
     config = small_config(max_requests=2, conv_kernel_size=4, num_layers=2)
     for kind in (0, 1):
         views, *_ = paged_storage(config, device, "[C, W-1]")
@@ -148,7 +148,10 @@ def test_replaced_storage_is_refused(device: str) -> None:
         held.set_(other)
         with pytest.raises(SpecStateError, match=r"storage\[1\] was replaced: it lies at .*was built over"):
             manager.begin_step(StepMetadata(handles=(handle,), query_lens=(1,)))
+        with pytest.raises(SpecStateError, match=r"storage\[1\] was replaced"):
+            manager.fork(handle, ["b"])
         assert not other.any()
+        assert manager.can_admit(1)
 
 
 def test_addresses_are_twos_complement() -> None:

@@ -405,6 +405,7 @@ def test_nothing_compiles_after_warmup(policy: str, device: str) -> None:
                 else:
                     step.defer(counts) if verb == "defer" else step.commit(counts)
         manager.flush()
+        manager.release(handles[3])
         manager.retract(handles[0])
         manager.preempt(handles[1], fold=True)
         manager.discard("1")
