@@ -1,9 +1,9 @@
 """A target's manager and a drafter's in step: every order of transitions, each against its own oracle.
 
-The drafter has recurrent layers of its own, of another number, shape and fold policy. A request is admitted to both and
-released from both. The drafter drafts in passes that are cancelled; both then verify the same window, and the drafter's
-step ends with the target's counts, now or later. After every rule both hold the states of the tokens that they have
-committed, and as many of them, but for windows that the target has ended and the drafter has not.
+The drafter has recurrent layers of its own, of another number, shape and fold policy. A request is admitted, preempted,
+resumed and released in both. The drafter drafts in passes that are cancelled; both then verify the same window, and the
+drafter's step ends with the target's counts, now or later. After every rule both hold the states of the tokens that
+they have committed, and as many of them, but for windows that the target has ended and the drafter has not.
 """
 
 import os
@@ -46,7 +46,10 @@ class TwoManagers(RuleBasedStateMachine):
 
     # -- few rules with many faces each, as in test_lifecycle.py
 
-    @rule(data=st.data(), face=st.sampled_from("admit,admit,load,release,stale,flush,flush".split(",")))
+    @rule(
+        data=st.data(),
+        face=st.sampled_from("admit,admit,load,release,stale,flush,flush,preempt,resume,resume".split(",")),
+    )
     def request(self, data: st.DataObject, face: str) -> None:
         if face == "admit":
             self._admit(data.draw(st.sampled_from(NAMES)))
@@ -55,6 +58,12 @@ class TwoManagers(RuleBasedStateMachine):
             self.drafter.use_stale_handles()
         elif face == "flush":
             self._flush(data)
+        elif face == "resume":
+            self._resume(data.draw(st.sampled_from(sorted(self.target.parked) or NAMES)))
+        elif face == "preempt" and self._free():
+            name = data.draw(st.sampled_from(self._free()))
+            for side in self._sides:
+                side.preempt(name, data.draw(st.sampled_from(["records", "folded", "host"])))
         elif self.target.lives and face == "release":
             self._release(data)
         elif self._free():
@@ -139,6 +148,7 @@ class TwoManagers(RuleBasedStateMachine):
             return
         due = {id(row.life) for window in self.windows if window.end is not None for row in window.drafter.rows}
         assert self.target.lives.keys() == self.drafter.lives.keys()
+        assert self.target.parked.keys() == self.drafter.parked.keys()
         for side in self._sides:
             side.agrees()
         for name, mine in self.target.lives.items():
@@ -172,6 +182,14 @@ class TwoManagers(RuleBasedStateMachine):
         for side, other in (self._sides, self._sides[::-1]):
             if name in side.lives and name not in other.lives:
                 side.release(name)
+
+    def _resume(self, name: str) -> None:
+        for side in self._sides:
+            side.resume(name)
+        # One of them may have had no slot: the other lets it wait, too.
+        for side, other in (self._sides, self._sides[::-1]):
+            if name in side.lives and name in other.parked:
+                side.preempt(name, "host")
 
     def _release(self, data: st.DataObject) -> None:
         """From both, whatever steps it is in; the ends to come leave it out."""
