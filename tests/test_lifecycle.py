@@ -568,7 +568,7 @@ class Lifecycle(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         face=st.sampled_from(
-            "admit,admit,load,release,stale,flush,flush,fork,preempt,preempt,resume,resume,resume,discard,fence".split(
+            "admit,admit,load,release,stale,flush,flush,fork,preempt,preempt,resume,resume,discard,fence,fence".split(
                 ","
             )
         ),
@@ -588,13 +588,13 @@ class Lifecycle(RuleBasedStateMachine):
             names = sorted(side.parked) if side.parked and data.draw(st.integers(0, 5)) else NAMES
             getattr(side, face)(data.draw(st.sampled_from(names)))
         elif side.lives and face in ("fork", "preempt"):
-            self._between_lives(data, face)
+            self._between_lives(data, face, None)
         elif side.lives and face == "load":
             side.load(self._draw_name(data), data.draw(st.integers(0, 40)), data.draw(st.booleans()))
         elif side.lives:
             side.release(self._draw_name(data))
 
-    @rule(data=st.data(), then=st.sampled_from(["leave", "verify", "cancel", "end", "end"]))
+    @rule(data=st.data(), then=st.sampled_from("leave,verify,cancel,end,end,end,fork,preempt".split(",")))
     def begin(self, data: st.DataObject, then: str) -> None:
         side = self.side
         # Mostly requests that are free, so that steps get going; sometimes one that must be refused.
@@ -606,8 +606,13 @@ class Lifecycle(RuleBasedStateMachine):
             side.verify(step, data.draw(st.sampled_from([[0], [1], [0, 1]])))
             side.cancel(step)
             return
+        early = data.draw(st.booleans())
+        if then in ("fork", "preempt") and early:
+            self._between_lives(data, then, step)
         side.verify(step, [0, 1])
-        if then == "end":
+        if then in ("fork", "preempt") and not early:
+            self._between_lives(data, then, step)
+        if then != "verify":
             side.end(step, side.draw_end(data, step))
 
     @precondition(lambda self: self.side.open)
@@ -637,8 +642,8 @@ class Lifecycle(RuleBasedStateMachine):
             side.flush(None)
         elif face == "fence":
             side.fence(data.draw(st.sampled_from(["flush", "drop"])))
-        elif side.lives and face in ("fork", "preempt"):
-            self._between_lives(data, face)
+        elif face in ("fork", "preempt"):
+            self._between_lives(data, face, step)
         elif side.lives:
             side.release(self._draw_name(data))
 
@@ -652,13 +657,18 @@ class Lifecycle(RuleBasedStateMachine):
     def _draw_name(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(sorted(self.side.lives)))
 
-    def _between_lives(self, data: st.DataObject, face: str) -> None:
-        name = self._draw_name(data)
+    def _between_lives(self, data: st.DataObject, face: str, step: OpenStep | None) -> None:
+        """Of a request in ``step``, or of any."""
+        lives = self.side.lives.values() if step is None else [row.life for row in step.rows if row.life is not None]
+        if not lives:
+            return
+        name = data.draw(st.sampled_from(sorted(life.handle.request_id for life in lives)))
         if face == "fork":
             # Mostly names that are free.
             free = [new for new in NAMES if new not in self.side.lives and new not in self.side.parked]
             names = free if free and data.draw(st.integers(0, 5)) else NAMES
-            self.side.fork(name, data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1, max_size=2)))
+            size = data.draw(st.sampled_from([1, 1, 2]))
+            self.side.fork(name, data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1, max_size=size)))
         else:
             self.side.preempt(name, data.draw(st.sampled_from(["records", "records", "folded", "host"])))
 
