@@ -156,6 +156,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "demo.py").write_text(DEMO)
     (folder / "neighbour.py").write_text("NAME = 'beside'\n")
     (folder / "decode.py").touch()
+    (folder / "drafters.py").touch()
     (folder / "weights").mkdir()
     (folder / "weights" / "model.json").touch()
     monkeypatch.setattr(sys, "path", list(sys.path))
