@@ -31,22 +31,16 @@ class Batch(NamedTuple):
 
 def find_requests(metadata: StepMetadata, table: RequestTable, config: StateConfig, where: str) -> list[Request | None]:
     """The live request of every row, None for dummy rows. Raises whatever refuses the step, see ``begin_step``."""
-    _check_columns(metadata, where)
+    try:
+        metadata.check_lengths()
+    except ValueError as error:
+        raise SpecStateError(f"{error}{where}") from None
     requests = table.find(metadata.handles)
     longest = max(metadata.query_lens, default=0)
     # A column at a time. Only what seems wrong is looked at row by row, which finds the words for it.
     if requests is None or longest > config.max_query_len or not _may_step(requests, longest, config):
         return _find_by_row(metadata, table, config, where)
     return requests
-
-
-def _check_columns(metadata: StepMetadata, where: str) -> None:
-    """The columns are as long as each other, also where pydantic was told not to look (``model_copy``)."""
-    rows = len(metadata.handles)
-    columns = (metadata.query_lens, metadata.row_kinds, metadata.min_accepted, metadata.batch_index)
-    for name, column in zip(("query_lens", "row_kinds", "min_accepted", "batch_index"), columns, strict=True):
-        if column is not None and len(column) != rows:
-            raise SpecStateError(f"{name} has {len(column)} entries, handles has {rows}{where}")
 
 
 def _may_step(requests: list[Request | None], longest: int, config: StateConfig) -> bool:

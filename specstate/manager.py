@@ -122,7 +122,7 @@ class StateManager:
         with self._new_lives([request_id]) as ([handle], [checkpoint_slot]):
             self._backend.admit(checkpoint_slot, handle.record_slot, handle.generation, sampling.columns())
         self._requests.add(Request(handle, checkpoint_slot, sampling))
-        self._record("admit", handle=handle, checkpoint_slot=checkpoint_slot, sampling=sampling.model_dump(mode="json"))
+        self._record("admit", handle=handle, checkpoint_slot=checkpoint_slot, sampling=sampling)
         return handle
 
     def load(self, handle: Handle, states: Any, committed_len: int) -> None:
@@ -192,7 +192,7 @@ class StateManager:
             handle=handle,
             handles=tuple(handles),
             checkpoint_slots=tuple(slots),
-            sampling=tuple(params.model_dump(mode="json") for params in checked),
+            sampling=tuple(checked),
         )
         return handles
 
@@ -209,8 +209,7 @@ class StateManager:
         preempted = self._stop(request, fold)
         if fold:
             preempted.record_slot = None
-            self._backend.release(handle.record_slot)
-            self._record_slots.free(handle.record_slot)
+            self._free_record_slot(handle.record_slot)
         self._requests.remove(request)
         self._preempted.add(preempted)
         self._record("preempt", handle=handle, fold=fold)
@@ -518,8 +517,7 @@ class StateManager:
             yield handles, slots
         except BaseException:
             for slot in reversed(record_slots):
-                self._backend.release(slot)
-                self._record_slots.free(slot)
+                self._free_record_slot(slot)
             for slot in reversed(checkpoint_slots):
                 self._checkpoint_slots.free(slot)
             raise
@@ -548,6 +546,10 @@ class StateManager:
             standing=standing,
         )
 
+    def _free_record_slot(self, record_slot: int) -> None:
+        self._backend.release(record_slot)
+        self._record_slots.free(record_slot)
+
     def _leave_step(self, request: Request) -> None:
         """Its open step goes on without it."""
         if request.open_step is not None:
@@ -562,8 +564,7 @@ class StateManager:
 
     def _discard(self, preempted: Preempted) -> None:
         if preempted.record_slot is not None:
-            self._backend.release(preempted.record_slot)
-            self._record_slots.free(preempted.record_slot)
+            self._free_record_slot(preempted.record_slot)
         if preempted.checkpoint_slot is not None:
             self._checkpoint_slots.free(preempted.checkpoint_slot)
         self._preempted.remove(preempted)
@@ -574,8 +575,7 @@ class StateManager:
         due = [request for request in requests if request.may_be_pending and not request.folded_by_verify]
         if not due:
             return
-        owners = [(request.handle, request.checkpoint_slot) for request in due]
-        self._backend.flush(self._backend.begin(flush_batch(owners), ""))
+        self._fold_owners([(request.handle, request.checkpoint_slot) for request in due])
         # A step that has verified needs its rows no more than for its end, which reads the cursors.
         for step in {id(r.open_step): r.open_step for r in due if r.open_step is not None}.values():
             if not step.num_verified:
@@ -585,16 +585,19 @@ class StateManager:
 
     def _fold_preempted(self) -> None:
         """The same for preempted requests that kept their records; their slots are of generation 0."""
-        due = [(p, p.record_slot, p.checkpoint_slot) for p in self._preempted if p.may_be_pending]
-        owners = [
-            (Handle(p.request_id, record_slot, 0), checkpoint_slot)
-            for p, record_slot, checkpoint_slot in due
-            if record_slot is not None and checkpoint_slot is not None
-        ]
+        owners = []
+        for preempted in self._preempted:
+            if not preempted.may_be_pending:
+                continue
+            assert preempted.record_slot is not None and preempted.checkpoint_slot is not None
+            owners.append((Handle(preempted.request_id, preempted.record_slot, 0), preempted.checkpoint_slot))
         if owners:
-            self._backend.flush(self._backend.begin(flush_batch(owners), ""))
-        for preempted, *_ in due:
+            self._fold_owners(owners)
+        for preempted in self._preempted:
             preempted.may_be_pending = False
+
+    def _fold_owners(self, owners: list[tuple[Handle, int]]) -> None:
+        self._backend.flush(self._backend.begin(flush_batch(owners), ""))
 
     def _check_step(self, requests: Sequence[Request | None]) -> None:
         """Under debug. Whatever slot of the others is being written in place, the step's own are not."""

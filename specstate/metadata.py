@@ -38,6 +38,15 @@ class Handle:
                 raise SpecStateError(f"Handle: {name} = {shown(value)} is outside {-INT32_MAX}..{INT32_MAX}")
 
 
+def check_lengths(model: BaseModel, first: str, others: tuple[str, ...]) -> None:
+    """Raises ValueError when a field of ``others`` is not None and not as long as the field ``first``."""
+    length = len(getattr(model, first))
+    for name in others:
+        column = getattr(model, name)
+        if column is not None and len(column) != length:
+            raise ValueError(f"{name} has {len(column)} entries, {first} has {length}")
+
+
 class StepMetadata(BaseModel):
     """The rows of one step, in columns; entry i of every column describes row i.
 
@@ -83,13 +92,13 @@ class StepMetadata(BaseModel):
         """Whether ``row`` feeds a prompt."""
         return self.row_kinds is not None and self.row_kinds[row] == "prompt"
 
+    def check_lengths(self) -> None:
+        """Raises ValueError when the columns are not of one length; ``model_copy`` looks at none of them."""
+        check_lengths(self, "handles", ("query_lens", "row_kinds", "min_accepted", "batch_index"))
+
     @model_validator(mode="after")
     def _columns_agree(self) -> Self:
-        rows = len(self.handles)
-        for name in ("query_lens", "row_kinds", "min_accepted", "batch_index"):
-            column = getattr(self, name)
-            if column is not None and len(column) != rows:
-                raise ValueError(f"{name} has {len(column)} entries, handles has {rows}")
+        self.check_lengths()
         # A handle is always true; `None in handles` would ask each whether it equals None.
         if self.row_kinds is not None or not all(self.handles):
             self._check_kinds()

@@ -148,7 +148,7 @@ class Driver:
         slots = tuple(self._manager.checkpoint_slots(handles).tolist())
         self._checks.equal("handles", tuple(handles), event.handles)
         self._checks.equal("checkpoint slots", slots, event.checkpoint_slots)
-        lives = [self._model.fork(source, handle, slot) for handle, slot in zip(handles, slots, strict=True)]
+        lives = [self._model.continued(source, handle, slot) for handle, slot in zip(handles, slots, strict=True)]
         self._lives.update(zip(handles, lives, strict=True))
         self._folded(lives)
         return [source, *lives]
@@ -177,7 +177,7 @@ class Driver:
         slot = int(self._manager.checkpoint_slots([handle])[0])
         self._checks.equal("handle", handle, event.handle)
         self._checks.equal("checkpoint slot", slot, event.checkpoint_slot)
-        life = self._lives[handle] = self._model.resumed(self._preempted.pop(name), handle, slot)
+        life = self._lives[handle] = self._model.continued(self._preempted.pop(name), handle, slot)
         self._checks.only_slots_changed({slot})
         return [life]
 

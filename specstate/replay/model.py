@@ -114,8 +114,8 @@ class Model:
         zero = Expected(self._oracle.zero(), 0.0, 0.0)
         return Life(handle, checkpoint_slot, life_key(self.seed, handle), [zero] * self.config.num_layers)
 
-    def fork(self, source: Life, handle: Handle, checkpoint_slot: int) -> Life:
-        """A new life at the source's position and state; what it is fed from here on is its own."""
+    def continued(self, source: Life, handle: Handle, checkpoint_slot: int) -> Life:
+        """A new life at the position and state of another; what it is fed from here on is its own."""
         return Life(
             handle,
             checkpoint_slot,
@@ -124,10 +124,6 @@ class Model:
             source.committed_len,
             source.finished,
         )
-
-    def resumed(self, before: Life, handle: Handle, checkpoint_slot: int) -> Life:
-        """The life after the one that was preempted."""
-        return self.fork(before, handle, checkpoint_slot)
 
     def loaded(self, life: Life, committed_len: int) -> list[Expected]:
         """The states after the life's first tokens, each in its first attempt, as a checkpoint holds them."""

@@ -11,7 +11,6 @@ import torch
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError, shown
 from specstate.limits import INT32_MAX, INT64_MAX
-from specstate.sampling import SamplingParams
 from specstate.trace.schema import EVENTS, End, Header, TraceError
 
 #: What a caller hands to the end of a step, and what an entry of it becomes in the trace.
@@ -220,9 +219,4 @@ def _host_fields(pending: _Pending) -> dict[str, Any]:
         if column is not None:
             values = column.tolist() if isinstance(column, torch.Tensor) else column
             fields[name] = tuple(convert(value) for value in values[: pending.num_rows])
-    sampling = fields.get("sampling")
-    if sampling is not None:
-        lives = sampling if isinstance(sampling, tuple) else (sampling,)
-        checked = tuple(SamplingParams.model_validate(life, strict=False) for life in lives)
-        fields["sampling"] = checked if isinstance(sampling, tuple) else checked[0]
     return fields

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
 from specstate.limits import INT32_MAX, MAX_COMMITTED_LEN, MAX_STEP_SIZE
-from specstate.metadata import Handle, StepMetadata
+from specstate.metadata import Handle, StepMetadata, check_lengths
 from specstate.sampling import SamplingParams
 
 TRACE_VERSION = 1
@@ -108,9 +108,7 @@ class Fork(Event):
 
     @model_validator(mode="after")
     def _columns_agree(self) -> Self:
-        for name in ("checkpoint_slots", "sampling"):
-            if len(getattr(self, name)) != len(self.handles):
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries, handles has {len(self.handles)}")
+        check_lengths(self, "handles", ("checkpoint_slots", "sampling"))
         return self
 
 
@@ -190,10 +188,7 @@ class _StepEnd(Event):
 
     @model_validator(mode="after")
     def _columns_agree(self) -> Self:
-        for name in ("eager", "finished"):
-            column = getattr(self, name)
-            if column is not None and len(column) != len(self.num_accepted):
-                raise ValueError(f"{name} has {len(column)} entries, num_accepted has {len(self.num_accepted)}")
+        check_lengths(self, "num_accepted", ("eager", "finished"))
         return self
 
 
