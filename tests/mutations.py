@@ -120,8 +120,7 @@ MUTATIONS = (
     ),
     Mutation(
         2, "a fence folds what the preempted have pending", "specstate/manager.py",
-        "self._backend.flush(self._backend.begin(flush_batch(owners), \"\"))\n        for preempted",
-        "pass\n        for preempted",
+        "self._fold_owners(owners)", "pass",
         preemption("behind_a_fence"),
     ),
     Mutation(
