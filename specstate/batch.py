@@ -25,6 +25,8 @@ class Batch(NamedTuple):
     batch_index: list[int] | None
     """None: entry i is row i's."""
     row_kinds: list[int]
+    boundary_slots: list[int]
+    """The owner's slot for its next boundary checkpoint; 0: none."""
     num_tokens: int
     """Padding included."""
 
@@ -99,8 +101,13 @@ def padded_shape(metadata: StepMetadata, pad_to: object, where: str) -> tuple[in
     return padded
 
 
-def step_batch(metadata: StepMetadata, requests: list[Request | None], shape: tuple[int, int]) -> Batch:
-    """The columns of a step. Dummy and padded rows own nothing, and no caller-made entry is read for them."""
+def step_batch(
+    metadata: StepMetadata, requests: list[Request | None], shape: tuple[int, int], keeps_boundaries: bool
+) -> Batch:
+    """The columns of a step. Dummy and padded rows own nothing, and no caller-made entry is read for them.
+
+    ``keeps_boundaries``: boundary checkpoints go into the requests' own slots.
+    """
     kinds, padding = metadata.row_kinds, shape[0] - len(requests)
     zeros = [0] * padding
     least: Sequence[int] = metadata.least_accepted
@@ -117,6 +124,10 @@ def step_batch(metadata: StepMetadata, requests: list[Request | None], shape: tu
         batch_index=None if entries is None else [*entries, *zeros],
         row_kinds=([at.DECODE] * len(requests) if kinds is None else [_ROW_KINDS[kind] for kind in kinds])
         + [at.DUMMY] * padding,
+        boundary_slots=(
+            [0 if r is None else r.boundary_slot for r in requests] if keeps_boundaries else [0] * len(requests)
+        )
+        + zeros,
         num_tokens=shape[1],
     )
 
@@ -131,5 +142,6 @@ def flush_batch(owners: list[tuple[Handle, int]]) -> Batch:
         min_accepted=zeros,
         batch_index=None,
         row_kinds=[at.DUMMY] * len(owners),
+        boundary_slots=zeros,
         num_tokens=0,
     )

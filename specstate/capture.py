@@ -14,6 +14,7 @@ import torch
 
 from specstate.batch import Batch
 from specstate.errors import SpecStateError, StepOrderError
+from specstate.kernels.cursors import BlockTable
 
 if TYPE_CHECKING:
     from specstate.backends.tensors import TensorBackend
@@ -47,10 +48,10 @@ class PinnedStaging:
 class Capture:
     """What ``capture_step`` made: the recorded step, the buffers that it reads, and the step that is staged in them."""
 
-    def __init__(self, backend: "TensorBackend", num_rows: int, num_tokens: int) -> None:
+    def __init__(self, backend: "TensorBackend", num_rows: int, num_tokens: int, blocks: BlockTable | None) -> None:
         self.shape = num_rows, num_tokens
         self._backend = backend
-        self.staged, self.rows = backend.capture(num_rows, num_tokens)
+        self.staged, self.rows = backend.capture(num_rows, num_tokens, blocks)
         self._staging = PinnedStaging(len(self.staged))
         self.recorded: Step | None = None
         """Set by the manager: the step whose calls are in the graph."""
@@ -65,11 +66,15 @@ class Capture:
                 f"was neither replayed nor cancelled{where}"
             )
         assert self.recorded is not None
-        captured_len = self.recorded.num_entries
-        if captured_len is not None and captured_len < least_len:
-            raise SpecStateError(
-                f"batch_index reads entry {least_len - 1}, the captured num_accepted has {captured_len}{where}"
-            )
+        blocks = self.rows.blocks
+        columns = {"num_accepted": self.recorded.num_entries}
+        if blocks is not None:
+            columns |= {"block_table": len(blocks.slots), "positions": len(blocks.positions)}
+        for name, captured_len in columns.items():
+            if captured_len is not None and captured_len < least_len:
+                raise SpecStateError(
+                    f"batch_index reads entry {least_len - 1}, the captured {name} has {captured_len}{where}"
+                )
 
     def stage(self, batch: Batch, where: str) -> Any:
         """Copies the rows of ``batch`` into the buffers, for the next replay; the step's rows."""

@@ -1,6 +1,7 @@
-"""The rules of ownership as checks: slots, owners, cursors, payloads, counts. They read the device and wait for it."""
+"""The rules of ownership as checks: cursors, payloads, block tables, counts. They read the device and wait for it."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from specstate.backends import Backend
 from specstate.config import StateConfig
@@ -8,20 +9,6 @@ from specstate.errors import SpecStateError
 from specstate.metadata import StepMetadata
 from specstate.preempted import Preempted
 from specstate.requests import Request
-from specstate.slots import SlotPool
-
-
-def check_slots(
-    record_slots: SlotPool, checkpoint_slots: SlotPool, requests: Iterable[Request], preempted: Iterable[Preempted]
-) -> None:
-    """Slots are conserved, and taken exactly by live and preempted requests. Raises SpecStateError with both sides."""
-    owned: list[tuple[int | None, int | None]] = [(r.handle.record_slot, r.checkpoint_slot) for r in requests]
-    owned += [(p.record_slot, p.checkpoint_slot) for p in preempted]
-    for pool, column in ((record_slots, 0), (checkpoint_slots, 1)):
-        pool.check_integrity()
-        slots = [slot for pair in owned if (slot := pair[column]) is not None]
-        if sorted(slots) != sorted(pool.taken):
-            raise SpecStateError(f"{pool.name}s owned are {sorted(slots)}, taken are {sorted(pool.taken)}")
 
 
 def check_cursors(
@@ -54,6 +41,13 @@ def check_cursors(
             raise SpecStateError(f"{handle}: pending_len = {cursor.pending_len} is outside 0..{config.record_capacity}")
         if cursor.checkpoint_len < 0:
             raise SpecStateError(f"{handle}: checkpoint_len = {cursor.checkpoint_len} is negative")
+        slot = cursor.checkpoint_slot
+        if slot != request.checkpoint_slot and not request.moved:
+            raise SpecStateError(
+                f"{handle}: its cursor names checkpoint slot {slot}, it owns {request.checkpoint_slot}"
+            )
+        if cursor.boundary_len and not request.boundary_slot:
+            raise SpecStateError(f"{handle}: a boundary checkpoint at {cursor.boundary_len} lies in no slot")
         if cursor.pending_len and not request.may_be_pending:
             raise SpecStateError(f"{handle}: {cursor.pending_len} records are pending, the host knows of none")
     for slot in free:
@@ -65,7 +59,40 @@ def check_payloads(backend: Backend, requests: Iterable[Request]) -> None:
     """The backend's own rules: bytes, null slot, scratch row, conv histories."""
     # Between the verifies of a step the layers stand at different positions.
     settled = [r for r in requests if r.open_step is None or not r.open_step.between_verifies]
-    backend.check_integrity({r.handle.record_slot: (r.checkpoint_slot, r.folded_by_verify) for r in settled})
+    backend.check_integrity({r.record_slot: r.folded_by_verify for r in settled})
+
+
+def check_lines(
+    config: StateConfig,
+    backend: Backend,
+    metadata: StepMetadata,
+    requests: Sequence[Request | None],
+    blocks: Any,
+    lent: set[int],
+    where: str,
+) -> None:
+    """A caller's block table: its positions are the cursors', its slots are reserved, and no two rows write one."""
+    table, positions = (column.tolist() if hasattr(column, "tolist") else column for column in blocks)
+    block_size = config.block_size
+    assert block_size is not None
+    writers: dict[int, int] = {}
+    for row, request in enumerate(requests):
+        if request is None:
+            continue
+        entry = row if metadata.batch_index is None else metadata.batch_index[row]
+        cursor = backend.cursor(request.record_slot)
+        if positions[entry] != cursor.committed_len:
+            raise SpecStateError(
+                f"positions[{entry}] = {positions[entry]} of row {row} (request {request.handle.request_id!r}), which "
+                f"stands at {cursor.committed_len}{where}"
+            )
+        for column, slot in enumerate(table[entry]):
+            name = f"block_table[{entry}][{column}] = {slot} of row {row}"
+            if slot not in lent and slot not in (0, request.checkpoint_slot):
+                raise SpecStateError(f"{name} is not reserved{where}")
+            # Blocks that lie behind the row are read by whoever shares them, and written no more.
+            if slot and column >= cursor.committed_len // block_size and writers.setdefault(slot, row) != row:
+                raise SpecStateError(f"{name} is also one that row {writers[slot]} may write{where}")
 
 
 def check_counts(

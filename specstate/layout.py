@@ -100,7 +100,7 @@ def tensor_layouts(config: "StateConfig") -> tuple[TensorLayout, ...]:
         TensorLayout("record_inv_norm", (layers, rows, heads, capacity), "float32", "record slot", 1),
         TensorLayout("cursors", (rows, at.CURSOR_COLUMNS), "int32", "record slot"),
         TensorLayout("sampling", (rows, at.SAMPLING_COLUMNS), "int32", "record slot"),
-        TensorLayout("counters", (at.DEVICE_COUNTERS,), "int64", "manager"),
+        TensorLayout("counters", (at.COUNT_ACCEPTED + config.max_query_len + 1,), "int64", "manager"),
     ]
     return tuple(tensors)
 

@@ -7,8 +7,7 @@ device, save where a method says so.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,16 +18,18 @@ from specstate.backends.tensors import TensorBackend
 from specstate.batch import find_requests, flush_batch, padded_shape, step_batch
 from specstate.capture import Capture
 from specstate.config import StateConfig
-from specstate.errors import CapacityError, SpecStateError, StepOrderError, shown
-from specstate.integrity import check_cursors, check_payloads, check_slots
+from specstate.errors import SpecStateError, StepOrderError, shown
+from specstate.integrity import check_cursors, check_lines, check_payloads
 from specstate.layout import BytePlan, plan_bytes
+from specstate.ledger import Ledger
 from specstate.limits import MAX_CAPTURES, MAX_COMMITTED_LEN, MAX_STEP_SIZE
 from specstate.metadata import Handle, StepMetadata
+from specstate.metrics import Metrics, per_position
 from specstate.params import LayerParams, check_params
-from specstate.preempted import Preempted, PreemptedTable
-from specstate.requests import Request, RequestTable, check_request_id
+from specstate.preempted import Preempted
+from specstate.prefixes import PrefixKey
+from specstate.requests import Request
 from specstate.sampling import SamplingParams
-from specstate.slots import SlotPool
 from specstate.step import DroppedEnds, Step, StepHost
 from specstate.trace import TraceRecorder
 from specstate.validation import check_flag, resolve_device
@@ -71,11 +72,9 @@ class StateManager:
         self._backend = build_backend(config, params, self.device, backend, storage, debug)
         self._recorder = recorder
         self._debug = debug
-        self._requests = RequestTable()
-        self._preempted = PreemptedTable()
-        self._record_slots = SlotPool("record slot", 0, config.max_requests)
-        self._checkpoint_slots = SlotPool("checkpoint slot", 1, config.num_checkpoints)
-        self._generation = 0
+        self._ledger = Ledger(config)
+        self._requests, self._preempted = self._ledger.requests, self._ledger.preempted
+        self._num_preemptions = 0
         self._next_step = 0
         self._dropped_ends = DroppedEnds()
         self._captures: dict[tuple[int, int], Capture] = {}
@@ -104,22 +103,25 @@ class StateManager:
         return len(self._requests)
 
     def can_admit(self, n: int = 1) -> bool:
-        """Whether ``n`` more requests find a record slot and a checkpoint slot. Raises SpecStateError for a bad n."""
+        """Whether ``n`` more requests find a record slot and a checkpoint slot, evictable ones among them.
+
+        Raises SpecStateError for a bad n.
+        """
         if type(n) is not int or n < 0:
             raise SpecStateError(f"n = {shown(n)} must be a number of requests, 0 or more")
-        return n <= min(self._record_slots.num_free, self._checkpoint_slots.num_free)
+        return n <= min(self._ledger.record_slots.num_free, self._ledger.num_checkpoints_left)
 
     # -- a request's life
 
     def admit(self, request_id: str, sampling: SamplingParams | None = None) -> Handle:
         """A request with zero state at position 0.
 
-        sampling: how ``step.sample`` draws its tokens; greedily when None. Raises CapacityError without a free slot,
-        SpecStateError when the id is live already, or preempted.
+        sampling: how ``step.sample`` draws its tokens; greedily when None. Evicts a published prefix when checkpoint
+        slots run short. Raises CapacityError without a slot, SpecStateError when the id is live already, or preempted.
         """
-        sampling = self._check_new(request_id, SamplingParams() if sampling is None else sampling)
-        self._require_slots(1, 1, f"no slot for request {request_id!r}")
-        with self._new_lives([request_id]) as ([handle], [checkpoint_slot]):
+        sampling = self._ledger.check_new(request_id, SamplingParams() if sampling is None else sampling)
+        self._ledger.require(1, 1, f"no slot for request {request_id!r}")
+        with self._ledger.new_lives(self._backend, [request_id]) as ([handle], [checkpoint_slot]):
             self._backend.admit(checkpoint_slot, handle.record_slot, handle.generation, sampling.columns())
         self._requests.add(Request(handle, checkpoint_slot, sampling))
         self._record("admit", handle=handle, checkpoint_slot=checkpoint_slot, sampling=sampling)
@@ -141,7 +143,9 @@ class StateManager:
                 f"(request {handle.request_id!r})"
             )
         self._backend.load(request.checkpoint_slot, handle.record_slot, states, committed_len)
-        request.may_be_pending, request.in_use, request.most_committed = False, True, committed_len
+        request.may_be_pending, request.in_use = False, True
+        request.moved &= states is None
+        request.stands_at(committed_len)
         self._record("load", handle=handle, committed_len=committed_len, in_place=states is None)
 
     def release(self, handle: Handle) -> None:
@@ -173,20 +177,22 @@ class StateManager:
         elif not isinstance(sampling, Sequence) or len(sampling) != len(request_ids):
             raise SpecStateError(f"sampling must be a sequence of {len(request_ids)} SamplingParams, as request_ids")
         checked = [
-            self._check_new(name, params, f"[{i}]")
+            self._ledger.check_new(name, params, f"[{i}]")
             for i, (name, params) in enumerate(zip(request_ids, sampling, strict=True))
         ]
         if len({*request_ids}) != len(request_ids):
             raise SpecStateError("request_ids names a request twice")
         count = len(request_ids)
-        self._require_slots(count, count, f"no slots for {count} forks of request {handle.request_id!r}")
-        with self._new_lives(request_ids) as (handles, slots):
-            self._backend.copy_state(source.checkpoint_slot, handle.record_slot, source.folded_by_verify, slots)
+        self._ledger.require(count, count, f"no slots for {count} forks of request {handle.request_id!r}")
+        with self._ledger.new_lives(self._backend, request_ids) as (handles, slots):
+            self._backend.copy_state(handle.record_slot, source.folded_by_verify, slots)
             standing = self._backend.standing(handle.record_slot)
             for new, slot, params in zip(handles, slots, checked, strict=True):
                 self._backend.attach(slot, new.record_slot, new.generation, standing, params.columns())
         for new, slot, params in zip(handles, slots, checked, strict=True):
-            self._requests.add(Request(new, slot, params, in_use=True, most_committed=source.most_committed))
+            fork = Request(new, slot, params, in_use=True)
+            fork.most_committed, fork.least_committed = source.most_committed, source.least_committed
+            self._requests.add(fork)
         self._record(
             "fork",
             handle=handle,
@@ -208,10 +214,9 @@ class StateManager:
         self._refuse_between_verifies("preempt", request)
         preempted = self._stop(request, fold)
         if fold:
-            preempted.record_slot = None
-            self._free_record_slot(handle.record_slot)
-        self._requests.remove(request)
-        self._preempted.add(preempted)
+            self._backend.release(handle.record_slot)
+            preempted.record_slot, preempted.boundary_slot = None, 0
+        self._put_aside(request, preempted)
         self._record("preempt", handle=handle, fold=fold)
 
     def retract(self, handle: Handle) -> None:
@@ -221,13 +226,14 @@ class StateManager:
         """
         request = self._requests.of(handle)
         self._refuse_between_verifies("retract", request)
-        self._fold_all([request])
+        self._fold_home(request)
         image = self._backend.image(request.checkpoint_slot)  # first, since it may find no memory
         preempted = self._stop(request, fold=True)
+        self._backend.release(handle.record_slot)
         preempted.image = image
         preempted.record_slot = preempted.checkpoint_slot = None
-        self._release(request)
-        self._preempted.add(preempted)
+        preempted.boundary_slot = 0
+        self._put_aside(request, preempted)
         self._record("retract", handle=handle)
 
     def resume(self, request_id: str) -> Handle:
@@ -238,9 +244,10 @@ class StateManager:
         preempted = self._preempted.of(request_id, "resume")
         record_slot, checkpoint_slot = preempted.record_slot, preempted.checkpoint_slot
         missing = int(record_slot is None), int(checkpoint_slot is None)
-        self._require_slots(*missing, f"no slot for request {request_id!r}")
+        self._ledger.require(*missing, f"no slot for request {request_id!r}")
         columns = preempted.sampling.columns()
-        with self._new_lives([request_id], record_slot, checkpoint_slot) as ([handle], [checkpoint_slot]):
+        kept = record_slot, checkpoint_slot
+        with self._ledger.new_lives(self._backend, [request_id], *kept) as ([handle], [checkpoint_slot]):
             if preempted.image is not None:
                 self._backend.put_image(checkpoint_slot, preempted.image)
             if record_slot is None:
@@ -249,9 +256,20 @@ class StateManager:
             else:
                 self._backend.unpark(record_slot, handle.generation)
         self._preempted.remove(preempted)
-        request = Request(handle, checkpoint_slot, preempted.sampling, in_use=preempted.in_use)
-        request.may_be_pending, request.most_committed = preempted.may_be_pending, preempted.most_committed
-        self._requests.add(request)
+        self._requests.add(
+            Request(
+                handle,
+                checkpoint_slot,
+                preempted.sampling,
+                may_be_pending=preempted.may_be_pending,
+                in_use=preempted.in_use,
+                most_committed=preempted.most_committed,
+                least_committed=preempted.least_committed,
+                boundary_slot=preempted.boundary_slot,
+                moved=preempted.moved,
+                restored_from=preempted.restored_from,
+            )
+        )
         self._record("resume", handle=handle, checkpoint_slot=checkpoint_slot)
         return handle
 
@@ -261,11 +279,106 @@ class StateManager:
         self._discard(preempted)
         self._record("discard", request_id=preempted.request_id)
 
+    # -- published prefixes
+
+    def publish(self, handle: Handle, key: PrefixKey | Sequence[int]) -> None:
+        """Keeps the state after exactly ``key.num_tokens`` tokens of a request in a checkpoint slot of its own.
+
+        key: a PrefixKey, or the token ids themselves. The request must hold that state: what it has committed, what its
+        checkpoint holds, or its latest boundary checkpoint, which is handed over without a copy while the request is in
+        no step. A key that is published already counts as used. Evicts another prefix when slots run short; waits for
+        the device. Raises StaleHandleError, StepOrderError between the verifies of an open step, SpecStateError for a
+        position that the request does not hold, CapacityError without a slot.
+        """
+        request = self._requests.of(handle)
+        key = key if isinstance(key, PrefixKey) else PrefixKey.of(key)
+        self._refuse_between_verifies("publish", request)
+        prefixes = self._ledger.prefixes
+        if key in prefixes:
+            prefixes.touch(key)
+        else:
+            prefixes.add(key, self._take_state(request, key.num_tokens))
+        published = prefixes.get(key)
+        assert published is not None
+        self._record("publish", handle=handle, key=key, checkpoint_slot=published.checkpoint_slot)
+
+    def published(self) -> dict[PrefixKey, int]:
+        """The published keys and the checkpoint slots of their states: those in use, then those that nobody uses, in
+        the order in which they would be evicted."""
+        return {prefix.key: prefix.checkpoint_slot for prefix in self._ledger.prefixes}
+
+    def is_published(self, key: PrefixKey | Sequence[int]) -> bool:
+        """Whether ``restore`` would find it; counts neither as a hit nor as a use."""
+        return (key if isinstance(key, PrefixKey) else PrefixKey.of(key)) in self._ledger.prefixes
+
+    def restore(
+        self, key: PrefixKey | Sequence[int], request_id: str, sampling: SamplingParams | None = None
+    ) -> Handle:
+        """A request that stands at ``key.num_tokens``, with a copy of the state published there.
+
+        Until it ends, the prefix is not evicted. Raises CapacityError without a record and a checkpoint slot,
+        SpecStateError when nothing is published under the key, which is counted, and as ``admit``.
+        """
+        sampling = self._ledger.check_new(request_id, SamplingParams() if sampling is None else sampling)
+        key = key if isinstance(key, PrefixKey) else PrefixKey.of(key)
+        prefixes = self._ledger.prefixes
+        prefix = prefixes.get(key)
+        if prefix is None:
+            prefixes.misses += 1
+            raise SpecStateError(f"restore: no state is published under {key} (request {request_id!r})")
+        self._ledger.require(1, 1, f"no slot for request {request_id!r}", spared=prefix)
+        prefixes.join(prefix)
+        try:
+            with self._ledger.new_lives(self._backend, [request_id]) as ([handle], [checkpoint_slot]):
+                self._backend.admit(checkpoint_slot, handle.record_slot, handle.generation, sampling.columns())
+                self._backend.copy_slot(prefix.checkpoint_slot, checkpoint_slot)
+                self._backend.load(checkpoint_slot, handle.record_slot, None, key.num_tokens)
+        except BaseException:
+            prefixes.leave(prefix)
+            raise
+        prefixes.hits += 1
+        request = Request(handle, checkpoint_slot, sampling, in_use=True, restored_from=prefix)
+        request.stands_at(key.num_tokens)
+        self._requests.add(request)
+        self._record("restore", handle=handle, key=key, checkpoint_slot=checkpoint_slot, sampling=sampling)
+        return handle
+
+    # -- slots for block tables
+
+    def reserve_checkpoints(self, n: int) -> list[int]:
+        """``n`` checkpoint slots for the caller's block tables, its own until ``return_checkpoints``.
+
+        Evicts published prefixes when slots run short. Raises CapacityError when they are not there, SpecStateError for
+        a bad n.
+        """
+        slots = self._ledger.lend(n)
+        self._record("reserve", checkpoint_slots=tuple(slots))
+        return slots
+
+    def return_checkpoints(self, slots: Sequence[int]) -> None:
+        """Gives reserved slots back; waits for the device.
+
+        Raises SpecStateError for a slot that is not reserved or named twice, and while a request's running checkpoint
+        lies in one of them; nothing is changed then.
+        """
+        self._ledger.check_lent(slots)
+        owners = [(r.handle.request_id, r.handle.record_slot) for r in self._requests if r.moved]
+        owners += [(p.request_id, p.record_slot) for p in self._preempted if p.moved and p.record_slot is not None]
+        for request_id, record_slot in owners:
+            slot = self._backend.cursor(record_slot).checkpoint_slot
+            if slot in slots:
+                raise SpecStateError(
+                    f"return_checkpoints: the running checkpoint of request {request_id!r} lies in slot {slot}"
+                )
+        self._ledger.take_back(slots)
+        self._record("return", checkpoint_slots=tuple(slots))
+
     def fence(self, mode: Literal["flush", "drop"]) -> None:
         """Nothing is pending behind it, so that weights may change.
 
         "flush" folds all that is pending, of preempted requests too; "drop" releases every request, preempted ones
-        included. Raises StepOrderError while a step is open, SpecStateError for another mode; nothing is changed then.
+        included, and forgets every published prefix. Raises StepOrderError while a step is open, SpecStateError for
+        another mode; nothing is changed then.
         """
         if type(mode) is not str or mode not in ("flush", "drop"):
             raise SpecStateError(f"fence: mode = {shown(mode)} must be 'flush' or 'drop'")
@@ -279,37 +392,72 @@ class StateManager:
                 self._release(request)
             for preempted in list(self._preempted):
                 self._discard(preempted)
+            self._ledger.drop_prefixes()
         self._record("fence", mode=mode)
 
     # -- steps
 
-    def begin_step(self, metadata: StepMetadata, pad_to: int | tuple[int, int] | None = None) -> Step:
+    def begin_step(
+        self,
+        metadata: StepMetadata,
+        pad_to: int | tuple[int, int] | None = None,
+        block_table: Any = None,
+        positions: Any = None,
+    ) -> Step:
         """Opens a step over the rows of ``metadata``: one copy to the device, no wait.
 
         pad_to: rows, or (rows, tokens), that the device sees; padded rows have query_len 0, padded tokens belong to no
-        row. Raises StaleHandleError, StepOrderError for a request whose last step is still open, SpecStateError for
-        more live rows than max_requests, a handle given twice, a query_len above max_query_len, a position that could
-        leave int32, or a pad_to that is too small or too large; each names field, value, limit and step.
+        row. With ``block_size``, the end of the step writes a boundary checkpoint of every row that reaches or crosses
+        a multiple of it: into a slot of the request's own, taken here from the pool when its window might get so far,
+        or, block_table [n, blocks] int32 and positions [n] int32 on the device given, entry batch_index[i] for row i,
+        into the caller's slots (``reserve_checkpoints``). Block j then keeps the state after (j + 1) * block_size
+        tokens in its column, 0 for none; the running checkpoint moves to column committed_len // block_size, at most
+        the last. ``positions`` are the tokens committed before the window; a row for which they are not the manager's
+        is counted, and its line left alone. Both are read until the step has ended. A captured size brings its own.
+
+        Raises StaleHandleError, StepOrderError for a request whose last step is still open, CapacityError without a
+        slot for a boundary checkpoint, SpecStateError for more live rows than max_requests, a handle given twice, a
+        query_len above max_query_len, a position that could leave int32, a pad_to that is too small or too large, or a
+        block table, positions and block_size that do not come together; each names field, value, limit and step.
         """
         index, where = self._next_step, f" (step {self._next_step})"
         if not isinstance(metadata, StepMetadata):
             raise SpecStateError(f"metadata must be StepMetadata, not {type(metadata).__name__}{where}")
         requests = find_requests(metadata, self._requests, self.config, where)
         shape = padded_shape(metadata, pad_to, where)
-        batch = step_batch(metadata, requests, shape)
+        capture = self._captures.get(shape) if isinstance(pad_to, tuple) else None
+        blocks = self._check_blocks(block_table, positions, metadata.num_entries, where)
+        if capture is not None:
+            capture.check_free(metadata.num_entries, where)
+            if blocks is not None:
+                raise SpecStateError(f"block_table: the graph of {shape} reads the one it was captured with{where}")
+        by_table = (blocks if capture is None else capture.rows.blocks) is not None
         if self._debug:
             self._check_step(requests)
-        capture = self._captures.get(shape) if isinstance(pad_to, tuple) else None
-        if capture is None:
-            rows = self._backend.begin(batch, where)
-        else:
-            capture.check_free(metadata.num_entries, where)
-            rows = capture.stage(batch, where)
+            if blocks is not None:
+                check_lines(self.config, self._backend, metadata, requests, blocks, self._ledger.lent, where)
+        own = self.config.block_size is not None and not by_table
+        taken = self._take_boundary_slots(metadata, requests, where) if own else []
+        try:
+            batch = step_batch(metadata, requests, shape, own)
+            rows = self._backend.begin(batch, where, blocks) if capture is None else capture.stage(batch, where)
+        except BaseException:
+            for request in taken:
+                self._ledger.checkpoint_slots.free(request.boundary_slot)
+                request.boundary_slot = 0
+            raise
+        if by_table:
+            for moving in requests:
+                if moving is not None:
+                    moving.moved = True
         self._next_step = index + 1
         check = self._check_step if self._debug else None
         host = StepHost(self.config, self._backend, self._recorder, self._dropped_ends, check)
         step = Step(index, metadata, requests, shape, rows, host, capture)
-        self._record("begin_step", step=index, metadata=metadata, pad_to=None if pad_to is None else shape)
+        used = blocks if capture is None else capture.rows.blocks
+        table, stated = (None, None) if used is None else used
+        pad_to = None if pad_to is None else shape
+        self._record("begin_step", step=index, metadata=metadata, pad_to=pad_to, block_table=table, positions=stated)
         return step
 
     def warmup(self, captures: int = 64) -> None:
@@ -326,14 +474,15 @@ class StateManager:
         if isinstance(self._backend, TensorBackend):
             self._backend.warmup(captures)
 
-    def capture_step(self, rows: int, tokens: int) -> Step:
+    def capture_step(self, rows: int, tokens: int, block_table: Any = None, positions: Any = None) -> Step:
         """Inside a CUDA graph's capture: a step of dummy rows over fixed buffers, whose calls go into the graph.
 
         Verify every layer, sample and end it as wished; none of it changes the lifecycle. Afterwards
         ``begin_step(meta, pad_to=(rows, tokens))`` stages real rows for the next replay, and ``step.replayed`` follows
-        it. Replay only what a begin_step has staged. A new capture of a size takes the place of the old one. Raises
-        SpecStateError for a wrong size or under ``debug``, StepOrderError outside of a capture, CapacityError when
-        what ``warmup`` made for captures is used up.
+        it. Replay only what a begin_step has staged. A new capture of a size takes the place of the old one.
+        block_table and positions, as ``begin_step`` takes them, are read anew by every replay. Raises SpecStateError
+        for a wrong size or under ``debug``, and as ``begin_step`` for a block table, StepOrderError outside of a
+        capture, CapacityError when what ``warmup`` made for captures is used up.
         """
         for name, size in (("rows", rows), ("tokens", tokens)):
             if type(size) is not int or not 1 <= size <= MAX_STEP_SIZE:
@@ -348,7 +497,8 @@ class StateManager:
         replaced = self._captures.get((rows, tokens))
         if replaced is not None and replaced.occupant is not None:
             raise StepOrderError(f"capture_step: step {replaced.occupant.index} waits for a replay of {(rows, tokens)}")
-        capture = Capture(backend, rows, tokens)
+        blocks = self._check_blocks(block_table, positions, 1, "")
+        capture = Capture(backend, rows, tokens, blocks)
         host = StepHost(self.config, backend, None, self._dropped_ends, None)
         empty = StepMetadata(handles=(), query_lens=())
         capture.recorded = Step(-1, empty, [], capture.shape, capture.rows, host)
@@ -383,7 +533,7 @@ class StateManager:
         request = self._requests.of(handle)
         self._check_layer(layer)
         self._refuse_between_verifies("read", request)
-        state = self._backend.read(request.checkpoint_slot, handle.record_slot, layer, request.folded_by_verify)
+        state = self._backend.read(handle.record_slot, layer, request.folded_by_verify)
         self._record("read", handle=handle, layer=layer)
         return state
 
@@ -392,7 +542,7 @@ class StateManager:
         request = self._requests.of(handle)
         committed_len = self._backend.cursor(request.handle.record_slot).committed_len
         if request.open_step is None:
-            request.most_committed = committed_len
+            request.stands_at(committed_len)
         return committed_len
 
     def checkpoints(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -409,14 +559,43 @@ class StateManager:
         return views.recurrent.detach(), None if views.conv is None else views.conv.detach()
 
     def checkpoint_slots(self, handles: Sequence[Handle]) -> torch.Tensor:
-        """[n] int32 on the device: where the requests' checkpoints lie now. Raises StaleHandleError."""
-        slots = [request.checkpoint_slot for request in self._requests.all_of(handles)]
-        return torch.tensor(slots, dtype=torch.int32, device="cpu").to(self.device)
+        """[n] int32 on the device: where the requests' running checkpoints lie, once all that was launched has run.
+
+        Raises StaleHandleError.
+        """
+        return self._backend.running_slots([request.handle.record_slot for request in self._requests.all_of(handles)])
 
     def counters(self) -> DeviceCounters:
         """Clamps, dropped ends and wasted windows since the manager was built; waits for the device."""
         device = self._backend.counters()
         return dataclasses.replace(device, dropped_ends=device.dropped_ends + self._dropped_ends.count)
+
+    def metrics(self) -> Metrics:
+        """Counters since the manager was built, and what is in use now; waits for the device."""
+        counted, ledger = self.counters(), self._ledger
+        owners = [*self._requests, *self._preempted]
+        return Metrics(
+            windows=counted.windows,
+            drafts=sum(counted.accepted),
+            draft_tokens=counted.draft_tokens,
+            accepted_tokens=sum((count - 1) * n for count, n in enumerate(counted.accepted) if count),
+            accepted_per_position=per_position(counted.accepted),
+            folds=counted.folds,
+            pending_rows=sum(self._pending_len(request) > 0 for request in self._requests),
+            late_ends_dropped=counted.dropped_ends,
+            clamps=counted.clamps,
+            wasted_windows=counted.wasted_windows,
+            misplaced_rows=counted.misplaced_rows,
+            record_slots_in_use=len(ledger.record_slots.taken),
+            checkpoint_slots_in_use=len(ledger.checkpoint_slots.taken),
+            boundary_slots=sum(owner.boundary_slot != 0 for owner in owners),
+            published_slots=len(ledger.prefixes),
+            reserved_slots=len(ledger.lent),
+            prefix_hits=ledger.prefixes.hits,
+            prefix_misses=ledger.prefixes.misses,
+            prefix_evictions=ledger.prefixes.evictions,
+            preemptions=self._num_preemptions,
+        )
 
     def digest(self) -> str:
         """A short hash of who owns what and where each request stands (never of payloads); waits for the device.
@@ -425,11 +604,17 @@ class StateManager:
         """
         lines: list[list[Any]] = []
         for request in sorted(self._requests, key=lambda request: request.handle.request_id):
-            cursor = self._backend.cursor(request.handle.record_slot)
-            pending = 0 if request.folded_by_verify else cursor.pending_len
-            lines.append([*dataclasses.astuple(request.handle), request.checkpoint_slot, cursor.committed_len, pending])
+            cursor = self._backend.cursor(request.record_slot)
+            lens = cursor.committed_len, self._pending_len(request)
+            lines.append([*dataclasses.astuple(request.handle), cursor.checkpoint_slot, *lens])
+            if request.boundary_slot:
+                lines.append([request.boundary_slot, cursor.boundary_len])
         for parked in sorted(self._preempted, key=lambda preempted: preempted.request_id):
             lines.append([parked.request_id, parked.record_slot, parked.checkpoint_slot])
+        for prefix in self._ledger.prefixes:
+            lines.append([*dataclasses.astuple(prefix.key), prefix.checkpoint_slot, prefix.num_users])
+        if self._ledger.lent:
+            lines.append(sorted(self._ledger.lent))
         value = hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
         self._record("digest", value=value)
         return value
@@ -475,53 +660,64 @@ class StateManager:
 
     # -- inside
 
-    def _check_new(self, request_id: object, sampling: object, entry: str = "") -> SamplingParams:
-        """Raises what refuses a new request of that id; its sampling parameters. ``entry``: "[i]" of sequences."""
-        name = f"request_ids{entry}" if entry else "request_id"
-        check_request_id(request_id, name)
-        if not isinstance(sampling, SamplingParams):
+    def _check_blocks(self, block_table: Any, positions: Any, least_len: int, where: str) -> Any:
+        if block_table is None and positions is None:
+            return None
+        given = {"block_table": block_table, "positions": positions, "block_size": self.config.block_size}
+        missing = [name for name, value in given.items() if value is None]
+        if missing:
             raise SpecStateError(
-                f"sampling{entry} must be SamplingParams, not {type(sampling).__name__} (request {request_id!r})"
+                f"block_table, positions and block_size go together: {' and '.join(missing)} not given{where}"
             )
-        sampling = sampling.checked()
-        if request_id in self._requests:
-            raise SpecStateError(f"{name} {request_id!r} is live already")
-        if request_id in self._preempted:
-            raise SpecStateError(f"{name} {request_id!r} is preempted: resume or discard it")
-        return sampling
+        return self._backend.check_blocks(block_table, positions, least_len, where)
 
-    def _require_slots(self, records: int, checkpoints: int, what: str) -> None:
-        if records > self._record_slots.num_free or checkpoints > self._checkpoint_slots.num_free:
-            raise CapacityError(
-                f"{what}: free are {self._record_slots.num_free} of max_requests = {self.config.max_requests} record "
-                f"slots and {self._checkpoint_slots.num_free} of num_checkpoints = {self.config.num_checkpoints} "
-                "checkpoint slots"
+    def _take_boundary_slots(self, metadata: StepMetadata, requests: list[Request | None], where: str) -> list[Request]:
+        """Gives a slot to every request whose window might reach a boundary and that has none; those requests."""
+        block_size = self.config.block_size
+        assert block_size is not None
+        due = [
+            request
+            for request, query_len in zip(requests, metadata.query_lens, strict=True)
+            if request is not None and not request.boundary_slot and request.may_cross(query_len, block_size)
+        ]
+        if due:
+            names = ", ".join(repr(request.handle.request_id) for request in due[:4])
+            more = f" and {len(due) - 4} more" if len(due) > 4 else ""
+            self._ledger.require(0, len(due), f"no slots for boundary checkpoints of {names}{more}{where}")
+        for request in due:
+            request.boundary_slot = self._ledger.take_checkpoint()
+        return due
+
+    def _take_state(self, request: Request, position: int) -> int:
+        """A checkpoint slot that nobody else owns, with the request's state at ``position``. Waits for the device."""
+        record_slot, cursor = request.handle.record_slot, self._backend.cursor(request.handle.record_slot)
+        checkpoint_len = cursor.committed_len if request.folded_by_verify else cursor.checkpoint_len
+        if request.open_step is None:
+            request.stands_at(cursor.committed_len)
+        at_boundary = request.boundary_slot != 0 and position == cursor.boundary_len
+        if not at_boundary and position not in (checkpoint_len, cursor.committed_len):
+            held = {checkpoint_len, cursor.committed_len, *([cursor.boundary_len] if cursor.boundary_len else [])}
+            raise SpecStateError(
+                f"publish: key.num_tokens = {position}, request {request.handle.request_id!r} holds states at "
+                f"{', '.join(map(str, sorted(held)))}"
             )
-
-    @contextmanager
-    def _new_lives(
-        self, request_ids: Sequence[str], record_slot: int | None = None, checkpoint_slot: int | None = None
-    ) -> Iterator[tuple[list[Handle], list[int]]]:
-        """Handles of the next generations and checkpoint slots, new ones unless one is kept.
-
-        Around what the device does for them: when that fails, by running out of memory say, all is as it was.
-        """
-        count = len(request_ids)
-        record_slots = [self._record_slots.allocate() for _ in range(count)] if record_slot is None else []
-        checkpoint_slots = [self._checkpoint_slots.allocate() for _ in range(count)] if checkpoint_slot is None else []
-        rows = record_slots if record_slot is None else [record_slot]
-        slots = checkpoint_slots if checkpoint_slot is None else [checkpoint_slot]
-        generations = range(self._generation + 1, self._generation + 1 + count)
-        handles = [Handle(*life) for life in zip(request_ids, rows, generations, strict=True)]
+        if at_boundary and request.open_step is None:
+            slot, request.boundary_slot = request.boundary_slot, 0
+            self._backend.clear_boundary(record_slot)
+            return slot
+        self._ledger.require(0, 1, f"no slot to publish request {request.handle.request_id!r} at {position}")
+        slot = self._ledger.take_checkpoint()
         try:
-            yield handles, slots
+            if at_boundary:
+                self._backend.copy_slot(request.boundary_slot, slot)
+            elif position == cursor.committed_len:
+                self._backend.copy_state(record_slot, request.folded_by_verify, [slot])
+            else:
+                self._backend.copy_slot(cursor.checkpoint_slot, slot)
         except BaseException:
-            for slot in reversed(record_slots):
-                self._free_record_slot(slot)
-            for slot in reversed(checkpoint_slots):
-                self._checkpoint_slots.free(slot)
+            self._ledger.checkpoint_slots.free(slot)
             raise
-        self._generation += count
+        return slot
 
     def _stop(self, request: Request, fold: bool) -> Preempted:
         """The request moves no more: its records are folded or stay as they are, an open step goes on without it.
@@ -531,7 +727,7 @@ class StateManager:
         """
         handle, folded_by_verify = request.handle, request.folded_by_verify
         if fold:
-            self._fold_all([request])
+            self._fold_home(request)
         standing = self._backend.standing(handle.record_slot) if fold else None
         self._backend.park(handle.record_slot, folded_by_verify)
         self._leave_step(request)
@@ -539,35 +735,46 @@ class StateManager:
             request_id=handle.request_id,
             sampling=request.sampling,
             most_committed=request.most_committed,
+            least_committed=request.least_committed,
             may_be_pending=request.may_be_pending and not (fold or folded_by_verify),
             in_use=request.in_use or fold,
+            boundary_slot=request.boundary_slot,
+            moved=request.moved and not fold,
+            restored_from=request.restored_from,
             checkpoint_slot=request.checkpoint_slot,
             record_slot=handle.record_slot,
             standing=standing,
         )
 
-    def _free_record_slot(self, record_slot: int) -> None:
-        self._backend.release(record_slot)
-        self._record_slots.free(record_slot)
+    def _put_aside(self, request: Request, preempted: Preempted) -> None:
+        """The ledger follows: what the preempted request does not keep is free."""
+        self._ledger.put_aside(request, preempted)
+        self._num_preemptions += 1
 
     def _leave_step(self, request: Request) -> None:
         """Its open step goes on without it."""
         if request.open_step is not None:
             request.open_step.null_request(request)
 
+    def _pending_len(self, request: Request) -> int:
+        """Waits for the device."""
+        return 0 if request.folded_by_verify else self._backend.cursor(request.record_slot).pending_len
+
     def _release(self, request: Request) -> None:
         self._leave_step(request)
         self._backend.release(request.handle.record_slot)
-        self._requests.remove(request)
-        self._record_slots.free(request.handle.record_slot)
-        self._checkpoint_slots.free(request.checkpoint_slot)
+        self._ledger.end(request)
 
     def _discard(self, preempted: Preempted) -> None:
         if preempted.record_slot is not None:
-            self._free_record_slot(preempted.record_slot)
-        if preempted.checkpoint_slot is not None:
-            self._checkpoint_slots.free(preempted.checkpoint_slot)
-        self._preempted.remove(preempted)
+            self._backend.release(preempted.record_slot)
+        self._ledger.end(preempted)
+
+    def _fold_home(self, request: Request) -> None:
+        """Folds all that is pending into the request's own checkpoint slot, wherever a block table has moved it."""
+        self._fold_all([request])
+        if request.moved:
+            self._backend.copy_state(request.handle.record_slot, request.folded_by_verify, [request.checkpoint_slot])
 
     def _fold_all(self, requests: Sequence[Request]) -> None:
         """Folds all that is pending of ``requests``, none of which stands between the verifies of a step."""
@@ -605,7 +812,7 @@ class StateManager:
 
     def _check_ownership(self, settled: list[Request]) -> None:
         """Slots and cursors of all requests, payloads of ``settled`` ones."""
-        check_slots(self._record_slots, self._checkpoint_slots, self._requests, self._preempted)
+        self._ledger.check_integrity()
         check_cursors(self.config, self._backend, self._requests, self._preempted)
         check_payloads(self._backend, settled)
 

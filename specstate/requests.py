@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from specstate.errors import SpecStateError, StaleHandleError, shown
 from specstate.metadata import Handle
+from specstate.prefixes import Prefix
 from specstate.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,11 +27,30 @@ class Request:
     """Loaded or stepped since admit; until then the caller may be writing its checkpoint slot in place."""
     most_committed: int = 0
     """It has committed no more tokens than these, once every step that has ended has run."""
+    least_committed: int = 0
+    """Nor fewer than these, as far as the host knows."""
+    boundary_slot: int = 0
+    """Checkpoint slot of its own for boundary checkpoints; 0: none yet."""
+    moved: bool = False
+    """Its running checkpoint may lie in a slot that a block table named, not in ``checkpoint_slot``."""
+    restored_from: Prefix | None = None
+
+    @property
+    def record_slot(self) -> int:
+        return self.handle.record_slot
 
     @property
     def folded_by_verify(self) -> bool:
         """Its open step has folded what was pending, in all layers; the cursor learns of it when that step ends."""
         return self.open_step is not None and self.open_step.folded_by_verify
+
+    def may_cross(self, query_len: int, block_size: int) -> bool:
+        """Whether a window of ``query_len`` could bring it to a boundary that it has not passed for certain."""
+        return (self.most_committed + query_len) // block_size > self.least_committed // block_size
+
+    def stands_at(self, committed_len: int) -> None:
+        """The host knows."""
+        self.most_committed = self.least_committed = committed_len
 
 
 def check_request_id(request_id: object, what: str) -> None:

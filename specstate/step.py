@@ -117,6 +117,12 @@ class Step:
         """[rows] int32; -1 for rows that own nothing."""
         return self._rows.record_slots
 
+    @property
+    def boundary_slots(self) -> torch.Tensor:
+        """[rows] int32: a request's own slot for its boundary checkpoint; 0 without one. -1 marks rows whose line of a
+        block table is not used, since its position is not the request's."""
+        return self._rows.boundary_slots
+
     # -- where the step stands, for the host
 
     @property
@@ -390,11 +396,14 @@ class Step:
         self._host.dropped_ends.count += self._num_released
         self._ended_by = verb
         may_be_pending = not (verb == "commit" or self._host.config.folds_at_end)
-        for request, query_len in zip(self._requests, self.metadata.query_lens, strict=True):
+        for row, (request, query_len) in enumerate(zip(self._requests, self.metadata.query_lens, strict=True)):
             if request is not None:
                 request.open_step = None
                 request.may_be_pending = may_be_pending
                 request.most_committed += query_len
+                # Of a decode row not even one token is certain: its request may have finished.
+                if self.metadata.row_kinds is not None and self.metadata.is_prompt(row):
+                    request.least_committed += query_len
         self._record(verb, **fields)
 
     def _own_sample(self, verb: str, given: Any) -> SampleResult | None:

@@ -177,15 +177,23 @@ def run_step(
 
 def fingerprint(manager: StateManager, *steps: Step) -> dict[str, Any]:
     """Everything that a manager and some of its steps hold, by value: compare two to see what a call has changed."""
-    backend = manager._backend
+    backend, ledger = manager._backend, manager._ledger
     held: dict[str, Any] = {
-        "pools": [(list(p._free), sorted(p._taken)) for p in (manager._record_slots, manager._checkpoint_slots)],
-        "requests": [(r.handle, r.checkpoint_slot, id(r.open_step), r.may_be_pending) for r in manager._requests],
+        "pools": [(list(p._free), sorted(p._taken)) for p in (ledger.record_slots, ledger.checkpoint_slots)],
+        "requests": [
+            (r.handle, r.checkpoint_slot, r.boundary_slot, id(r.open_step), r.may_be_pending, id(r.restored_from))
+            for r in manager._requests
+        ],
         "preempted": [
-            (p.request_id, p.record_slot, p.checkpoint_slot, p.may_be_pending, id(p.standing), id(p.image))
+            (
+                *(p.request_id, p.record_slot, p.checkpoint_slot, p.boundary_slot, p.may_be_pending),
+                *(id(p.standing), id(p.image), id(p.restored_from)),
+            )
             for p in manager._preempted
         ],
-        "numbers": (manager._next_step, manager._generation, manager._dropped_ends.count),
+        "prefixes": [(p.key, p.checkpoint_slot, p.num_users) for p in ledger.prefixes],
+        "lent": sorted(ledger.lent),
+        "numbers": (manager._next_step, ledger.generation, manager._dropped_ends.count),
         "params": id(getattr(backend, "params", None)),
         "counters": manager.counters(),
     }

@@ -370,7 +370,7 @@ def run_tests(folder: Path, tests: tuple[str, ...]) -> tuple[int, str]:
 
 
 def outcome(folder: Path, mutation: Mutation, unmutated: dict[tuple[str, ...], tuple[int, str]]) -> str:
-    """"killed", or why not. The copy is as before afterwards. ``unmutated``: what tests said that have run already."""
+    """ "killed", or why not. The copy is as before afterwards. ``unmutated``: what tests said that have run already."""
     path = folder / mutation.file
     source = path.read_text(encoding="utf-8")
     if source.count(mutation.text) != 1:

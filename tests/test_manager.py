@@ -1136,15 +1136,15 @@ def corrupt_layer(name: str, slot_of: Callable[[Story], int]) -> Callable[[Story
 
 CORRUPTIONS: dict[str, tuple[Callable[[Story], None], str]] = {
     "record slot taken and free": (
-        lambda s: s.manager._record_slots._free.append(s.handles[0].record_slot),
+        lambda s: s.manager._ledger.record_slots._free.append(s.handles[0].record_slot),
         r"record slots free and taken are .*, the pool has",
     ),
     "checkpoint slot lost": (
-        lambda s: s.manager._checkpoint_slots._free.clear(),
+        lambda s: s.manager._ledger.checkpoint_slots._free.clear(),
         r"checkpoint slots free and taken are .*, the pool has",
     ),
     "checkpoint slot taken by no one": (
-        lambda s: s.manager._checkpoint_slots.allocate() and None,
+        lambda s: s.manager._ledger.checkpoint_slots.allocate() and None,
         r"checkpoint slots owned are \[1, 2\], taken are \[1, 2, 3\]",
     ),
     "two owners of a checkpoint slot": (

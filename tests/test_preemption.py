@@ -187,7 +187,7 @@ class Both:
 
     def room(self) -> tuple[int, int]:
         """Free record and checkpoint slots."""
-        both = [(m._record_slots.num_free, m._checkpoint_slots.num_free) for m in self.managers]
+        both = [(m._ledger.record_slots.num_free, m._ledger.checkpoint_slots.num_free) for m in self.managers]
         assert both[0] == both[1]
         return both[0]
 
@@ -444,11 +444,11 @@ def test_what_is_retracted_lies_apart_from_the_storage(policy: str) -> None:
 
 
 def free_the_record_slot(manager: StateManager) -> None:
-    manager._record_slots.free(0)
+    manager._ledger.record_slots.free(0)
 
 
 def free_the_checkpoint_slot(manager: StateManager) -> None:
-    manager._checkpoint_slots.free(1)
+    manager._ledger.checkpoint_slots.free(1)
 
 
 def give_the_cursor_an_owner(manager: StateManager) -> None:
@@ -882,11 +882,11 @@ def test_slots_are_conserved_over_ten_thousand_operations() -> None:
             assert enough
             seen[verb] += 1
         free = [5 - len(live) - sum(k[0] for k in kept.values()), 7 - len(live) - sum(k[1] for k in kept.values())]
-        assert [manager._record_slots.num_free, manager._checkpoint_slots.num_free] == free
+        assert [manager._ledger.record_slots.num_free, manager._ledger.checkpoint_slots.num_free] == free
         assert manager.num_requests == len(live)
         manager.check_integrity()
     assert min(seen.values()) >= 5 and refusals > 500
     for open_step in steps.values():
         open_step.cancel()
     manager.fence("drop")
-    assert manager.can_admit(5) and manager._checkpoint_slots.num_free == 7
+    assert manager.can_admit(5) and manager._ledger.checkpoint_slots.num_free == 7

@@ -28,6 +28,10 @@ class Cursor(NamedTuple):
     pending_len: int
     generation: int
     finished: bool
+    checkpoint_slot: int
+    """Where the running checkpoint lies."""
+    boundary_len: int
+    """Position of the checkpoint in the request's boundary slot; 0: it holds none."""
 
     @property
     def committed_len(self) -> int:
@@ -58,16 +62,43 @@ class LayerRecords(NamedTuple):
     """[tokens, C], or None without a conv."""
 
 
+class Folds(NamedTuple):
+    """Rows folded, by what asked for it; in the order of kernels/rows.py."""
+
+    at_end: int = 0
+    """Policy "eager", or a commit."""
+    when_full: int = 0
+    """Policy "ring", whose next window might not have fitted."""
+    by_mask: int = 0
+    """The ``eager`` mask."""
+    at_boundary: int = 0
+    """A boundary checkpoint was due."""
+    in_verify: int = 0
+    """Policy "deferred"."""
+    by_flush: int = 0
+    """A flush, or a transition that begins with one."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceCounters:
     """Events that only the device sees."""
 
-    clamps: int
+    clamps: int = 0
     """Accepted counts outside [min_accepted, query_len] that were clamped."""
-    dropped_ends: int
+    dropped_ends: int = 0
     """Row ends that met a slot of another generation."""
-    wasted_windows: int
+    wasted_windows: int = 0
     """Windows verified for a request that had already finished."""
+    misplaced_rows: int = 0
+    """Rows of a block table whose position was not the request's; their line was not used."""
+    windows: int = 0
+    """Decode windows that ended."""
+    draft_tokens: int = 0
+    """Drafts in them."""
+    folds: Folds = Folds()  # noqa: RUF009, a NamedTuple
+    """Rows folded, by reason."""
+    accepted: tuple[int, ...] = ()
+    """Windows with drafts, by accepted count 0 .. max_query_len, the first token included."""
 
 
 class Backend(Protocol):
@@ -106,10 +137,20 @@ class Backend(Protocol):
         """The record slot is its owner's again, in another life."""
         ...
 
-    def copy_state(
-        self, checkpoint_slot: int, record_row: int, folded_by_verify: bool, destinations: list[int]
-    ) -> None:
-        """Writes the committed state, pending records included, into other checkpoint slots; changes nothing else."""
+    def copy_state(self, record_row: int, folded_by_verify: bool, destinations: list[int]) -> None:
+        """Writes the committed state, pending records included, into checkpoint slots; changes nothing else."""
+        ...
+
+    def copy_slot(self, source: int, destination: int) -> None:
+        """Copies a checkpoint as it lies there."""
+        ...
+
+    def clear_boundary(self, record_row: int) -> None:
+        """The boundary slot of its owner is another's, or another one."""
+        ...
+
+    def running_slots(self, record_rows: list[int]) -> torch.Tensor:
+        """[n] int32 on the device: where the checkpoints of these record slots lie."""
         ...
 
     def image(self, checkpoint_slot: int) -> Any:
@@ -120,8 +161,12 @@ class Backend(Protocol):
         """The other way."""
         ...
 
-    def begin(self, batch: Batch, where: str) -> Any:
-        """Builds the step's rows from the batch and the cursors."""
+    def check_blocks(self, block_table: Any, positions: Any, least_len: int, where: str) -> Any:
+        """A caller's block table and positions with at least ``least_len`` entries each; else SpecStateError."""
+        ...
+
+    def begin(self, batch: Batch, where: str, blocks: Any = None) -> Any:
+        """Builds the step's rows from the batch and the cursors; ``blocks`` of ``check_blocks``."""
         ...
 
     def refresh(self, rows: Any) -> None:
@@ -174,7 +219,7 @@ class Backend(Protocol):
         """Waits for the device."""
         ...
 
-    def read(self, checkpoint_slot: int, record_row: int, layer: int, folded_by_verify: bool) -> LayerState:
+    def read(self, record_row: int, layer: int, folded_by_verify: bool) -> LayerState:
         """Waits for the device."""
         ...
 
@@ -182,6 +227,6 @@ class Backend(Protocol):
         """Waits for the device."""
         ...
 
-    def check_integrity(self, owners: dict[int, tuple[int, bool]]) -> None:
-        """Payload rules; ``owners``: checkpoint slot and whether verify folded already, by record row. Waits."""
+    def check_integrity(self, owners: dict[int, bool]) -> None:
+        """Payload rules; ``owners``: whether verify folded already, by record row. Waits."""
         ...

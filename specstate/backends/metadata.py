@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specstate.backends import Cursor, DeviceCounters, LayerInputs, LayerRecords, LayerState
+from specstate.backends import Cursor, DeviceCounters, Folds, LayerInputs, LayerRecords, LayerState
 from specstate.batch import Batch
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
@@ -24,8 +24,10 @@ class MetadataCursor:
     """Where one life of a request stands. A row that comes late moves what nobody reads any more."""
 
     generation: int
+    checkpoint_slot: int = 0
     checkpoint_len: int = 0
     committed_len: int = 0
+    boundary_len: int = 0
     finished: bool = False
 
 
@@ -38,6 +40,8 @@ class MetadataRows:
     """Those of the rows' owners; for rows that own nothing one that is nobody's."""
     committed: list[int]
     """When the step began."""
+    blocks: list[list[int]] | None
+    """By row, what the caller's block table says; none for rows that may not use it."""
 
     @property
     def query_start_loc(self) -> torch.Tensor:
@@ -55,7 +59,17 @@ class MetadataRows:
 
     @property
     def checkpoint_slots(self) -> torch.Tensor:
-        return torch.tensor(self.batch.checkpoint_slots, dtype=torch.int32, device="cpu")
+        owners = zip(self.batch.handles, self.cursors, strict=True)
+        slots = [0 if owner is None else cursor.checkpoint_slot for owner, cursor in owners]
+        return torch.tensor(slots, dtype=torch.int32, device="cpu")
+
+    @property
+    def boundary_slots(self) -> torch.Tensor:
+        lines = [None] * len(self.cursors) if self.blocks is None else self.blocks
+        owners = zip(self.batch.handles, self.batch.boundary_slots, lines, strict=True)
+        # A line that may not be used is empty.
+        slots = [-1 if owner and line == [] else slot for owner, slot, line in owners]
+        return torch.tensor(slots, dtype=torch.int32, device="cpu")
 
     @property
     def record_slots(self) -> torch.Tensor:
@@ -74,18 +88,21 @@ class MetadataBackend:
         self._cursors = [MetadataCursor(0) for _ in range(config.max_requests)]
         # Stands where it is: windows of a finished request accept nothing.
         self._nobody = MetadataCursor(0, finished=True)
-        self._clamps = self._wasted = 0
+        self._clamps = self._wasted = self._misplaced = self._windows = self._draft_tokens = 0
+        self._folds = [0] * len(Folds._fields)
+        self._accepted = [0] * (config.max_query_len + 1)
 
     # -- slots
 
     def admit(self, checkpoint_slot: int, record_row: int, generation: int, sampling: tuple[int, ...]) -> None:
-        self._cursors[record_row] = MetadataCursor(generation)
+        self._cursors[record_row] = MetadataCursor(generation, checkpoint_slot)
 
     def load(self, checkpoint_slot: int, record_row: int, states: Any, committed_len: int) -> None:
         if states is not None:
             raise SpecStateError("states must be None on backend 'metadata', which holds no payloads")
         cursor = self._cursors[record_row]
-        cursor.checkpoint_len, cursor.committed_len, cursor.finished = committed_len, committed_len, False
+        cursor.checkpoint_len = cursor.committed_len = committed_len
+        cursor.boundary_len, cursor.finished = 0, False
 
     def release(self, record_row: int) -> None:
         self._cursors[record_row] = MetadataCursor(0)
@@ -103,7 +120,9 @@ class MetadataBackend:
         sampling: tuple[int, ...],
     ) -> None:
         committed_len, finished = standing
-        self._cursors[record_row] = MetadataCursor(generation, committed_len, committed_len, finished)
+        self._cursors[record_row] = MetadataCursor(
+            generation, checkpoint_slot, committed_len, committed_len, finished=finished
+        )
 
     def park(self, record_row: int, folded_by_verify: bool) -> None:
         cursor = self._cursors[record_row]
@@ -114,10 +133,18 @@ class MetadataBackend:
     def unpark(self, record_row: int, generation: int) -> None:
         self._cursors[record_row].generation = generation
 
-    def copy_state(
-        self, checkpoint_slot: int, record_row: int, folded_by_verify: bool, destinations: list[int]
-    ) -> None:
+    def copy_state(self, record_row: int, folded_by_verify: bool, destinations: list[int]) -> None:
         """No state to copy; where it stands goes with ``standing``."""
+
+    def copy_slot(self, source: int, destination: int) -> None:
+        """No checkpoint to copy."""
+
+    def clear_boundary(self, record_row: int) -> None:
+        self._cursors[record_row].boundary_len = 0
+
+    def running_slots(self, record_rows: list[int]) -> torch.Tensor:
+        slots = [self._cursors[row].checkpoint_slot for row in record_rows]
+        return torch.tensor(slots, dtype=torch.int32, device="cpu")
 
     def image(self, checkpoint_slot: int) -> None:
         """No checkpoint to copy."""
@@ -127,10 +154,29 @@ class MetadataBackend:
 
     # -- a step
 
-    def begin(self, batch: Batch, where: str) -> MetadataRows:
+    def check_blocks(
+        self, block_table: Any, positions: Any, least_len: int, where: str
+    ) -> tuple[list[list[int]], list[int]]:
+        if isinstance(block_table, torch.Tensor):
+            check_tensor("block_table", block_table, (None, None), (torch.int32,), torch.device("cpu"), where)
+            block_table = block_table.tolist()
+        if not isinstance(block_table, Sequence) or isinstance(block_table, str | bytes):
+            raise SpecStateError(f"block_table must be a sequence of lines or a CPU tensor{where}")
+        lines = [_as_list(f"block_table[{i}]", line, int, 1, where) for i, line in enumerate(block_table)]
+        if len({*map(len, lines)}) > 1:
+            raise SpecStateError(f"block_table must be two-dimensional, its lines have {[*map(len, lines)]}{where}")
+        if len(lines) < least_len:
+            raise SpecStateError(
+                f"block_table has {len(lines)} entries, batch_index reads entry {least_len - 1}{where}"
+            )
+        return lines, _as_list("positions", positions, int, least_len, where)
+
+    def begin(self, batch: Batch, where: str, blocks: tuple[list[list[int]], list[int]] | None = None) -> MetadataRows:
         table, nobody = self._cursors, self._nobody
         cursors = [nobody if owner is None else table[owner.record_slot] for owner in batch.handles]
-        return MetadataRows(batch, cursors, [cursor.committed_len for cursor in cursors])
+        committed = [cursor.committed_len for cursor in cursors]
+        lines = None if blocks is None else self._lines(batch, committed, *blocks)
+        return MetadataRows(batch, cursors, committed, lines)
 
     def refresh(self, rows: MetadataRows) -> None:
         """The rows hold the cursors themselves."""
@@ -172,58 +218,125 @@ class MetadataBackend:
             for cursor, kind in zip(rows.cursors, batch.row_kinds, strict=True):
                 cursor.finished &= kind != at.PROMPT
         most_pending = config.record_capacity - config.max_query_len if config.folds_when_full else INT32_MAX
+        reason = at.FOLD_WHEN_FULL
         if fold is True or config.folds_at_end:
-            most_pending = 0
-        for cursor, count, least, query_len in zip(
-            rows.cursors, counts, batch.min_accepted, batch.query_lens, strict=True
+            most_pending, reason = 0, at.FOLD_AT_END
+        before = [] if config.block_size is None else [cursor.committed_len for cursor in rows.cursors]
+        accepted = self._accepted
+        for cursor, count, least, query_len, kind in zip(
+            rows.cursors, counts, batch.min_accepted, batch.query_lens, batch.row_kinds, strict=True
         ):
             if cursor.finished:
                 self._wasted += cursor is not self._nobody
                 count = 0
-            elif not least <= count <= query_len:
-                self._clamps += 1
-                count = min(max(count, least), query_len)
+            else:
+                if not least <= count <= query_len:
+                    self._clamps += 1
+                    count = min(max(count, least), query_len)
+                if kind == at.DECODE:
+                    self._windows += 1
+                    if query_len > 1:
+                        self._draft_tokens += query_len - 1
+                        accepted[count] += 1
             committed_len = cursor.committed_len = cursor.committed_len + count
             if committed_len - cursor.checkpoint_len > most_pending:
-                cursor.checkpoint_len = committed_len
+                self._fold(cursor, reason)
         if finished is not None:
             for cursor, ends in zip(rows.cursors, finished, strict=True):
                 cursor.finished |= ends
         if isinstance(fold, list):
             for cursor, asked in zip(rows.cursors, fold, strict=True):
                 if asked:
-                    cursor.checkpoint_len = cursor.committed_len
+                    self._fold(cursor, at.FOLD_BY_MASK)
+        if config.block_size is not None:
+            self._keep_boundaries(rows, before, config.block_size)
 
     def cancel(self, rows: MetadataRows, unverified: list[int]) -> None:
         self._pass_verify_folds(rows)
 
     def flush(self, rows: MetadataRows) -> None:
         for cursor in rows.cursors:
-            cursor.checkpoint_len = cursor.committed_len
+            self._fold(cursor, at.FOLD_BY_FLUSH)
 
     # -- looking at it
 
     def cursor(self, record_row: int) -> Cursor:
         cursor = self._cursors[record_row]
         pending_len = cursor.committed_len - cursor.checkpoint_len
-        return Cursor(cursor.checkpoint_len, pending_len, cursor.generation, cursor.finished)
+        return Cursor(
+            checkpoint_len=cursor.checkpoint_len,
+            pending_len=pending_len,
+            generation=cursor.generation,
+            finished=cursor.finished,
+            checkpoint_slot=cursor.checkpoint_slot,
+            boundary_len=cursor.boundary_len,
+        )
 
-    def read(self, checkpoint_slot: int, record_row: int, layer: int, folded_by_verify: bool) -> LayerState:
+    def read(self, record_row: int, layer: int, folded_by_verify: bool) -> LayerState:
         raise SpecStateError("read needs payloads, which backend 'metadata' does not hold")
 
     def counters(self) -> DeviceCounters:
-        # Rows that come late were nulled, and are counted by their steps.
-        return DeviceCounters(clamps=self._clamps, dropped_ends=0, wasted_windows=self._wasted)
+        return DeviceCounters(
+            clamps=self._clamps,
+            dropped_ends=0,  # rows that come late were nulled, and are counted by their steps
+            wasted_windows=self._wasted,
+            misplaced_rows=self._misplaced,
+            windows=self._windows,
+            draft_tokens=self._draft_tokens,
+            folds=Folds(*self._folds),
+            accepted=tuple(self._accepted),
+        )
 
-    def check_integrity(self, owners: dict[int, tuple[int, bool]]) -> None:
+    def check_integrity(self, owners: dict[int, bool]) -> None:
         """Without payloads there is none to check; the manager checks slots and cursors itself."""
 
     # -- inside
 
+    def _fold(self, cursor: MetadataCursor, reason: int) -> None:
+        self._folds[reason] += cursor.committed_len > cursor.checkpoint_len
+        cursor.checkpoint_len = cursor.committed_len
+
     def _pass_verify_folds(self, rows: MetadataRows) -> None:
         # All that was pending when the step began: until it ends, nothing else is accepted.
         if self.config.folds_in_verify:
-            self.flush(rows)
+            for cursor in rows.cursors:
+                self._fold(cursor, at.FOLD_IN_VERIFY)
+
+    def _lines(
+        self, batch: Batch, committed: list[int], table: list[list[int]], positions: list[int]
+    ) -> list[list[int]]:
+        """By row, its line of a caller's table; none where the position beside it is wrong, or nobody owns the row."""
+        entries = range(len(batch.handles)) if batch.batch_index is None else batch.batch_index
+        lines: list[list[int]] = []
+        for owner, entry, committed_len in zip(batch.handles, entries, committed, strict=True):
+            if owner is None:
+                lines.append([])
+                continue
+            placed = positions[entry] == committed_len
+            self._misplaced += not placed
+            lines.append([slot if 0 < slot <= self.config.num_checkpoints else 0 for slot in table[entry] if placed])
+        return lines
+
+    def _keep_boundaries(self, rows: MetadataRows, before: list[int], block_size: int) -> None:
+        """``_blocks`` of kernels/cursors.py and what ``advance`` does with it, one row at a time."""
+        for row, (cursor, start) in enumerate(zip(rows.cursors, before, strict=True)):
+            column = cursor.committed_len // block_size
+            if column * block_size <= start:
+                continue
+            if rows.blocks is None:
+                if rows.batch.boundary_slots[row]:
+                    self._fold(cursor, at.FOLD_AT_BOUNDARY)
+                    cursor.boundary_len = column * block_size
+                continue
+            line = rows.blocks[row]
+            if not line:
+                continue
+            moved = line[min(column, len(line) - 1)] or cursor.checkpoint_slot
+            boundary_slot = line[column - 1] if column <= len(line) else 0
+            apart = boundary_slot != moved or cursor.committed_len % block_size == 0
+            if (boundary_slot and apart) or moved != cursor.checkpoint_slot:
+                self._fold(cursor, at.FOLD_AT_BOUNDARY)
+            cursor.checkpoint_slot = moved
 
 
 def _as_list(name: str, values: Any, kind: type, least_len: int, where: str) -> list[Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from specstate.backends import Cursor, DeviceCounters, LayerInputs, LayerRecords, LayerState
+from specstate.backends import Cursor, DeviceCounters, Folds, LayerInputs, LayerRecords, LayerState
 from specstate.backends.ambient import shielded
 from specstate.backends.guard import LayerGuard
 from specstate.batch import Batch
@@ -15,7 +15,7 @@ from specstate.errors import SpecStateError
 from specstate.kernels import Kernels
 from specstate.kernels import rows as at
 from specstate.kernels.arena import Allocator, Arena, TorchAllocator, captured_bytes
-from specstate.kernels.cursors import StepTensors, null_row
+from specstate.kernels.cursors import BlockTable, StepTensors, null_row
 from specstate.kernels.reference import read_conv_history
 from specstate.layout import plan_bytes
 from specstate.storage import Storage
@@ -48,7 +48,9 @@ class TensorBackend:
                 layer.conv[checkpoint_slot].zero_()
                 layer.conv_ring[record_row].zero_()
         self.storage.sampling[record_row] = self._to_device(sampling)
-        self.storage.cursors[record_row] = self._to_device([0, 0, generation, 0])
+        cursor = [0] * at.CURSOR_COLUMNS
+        cursor[at.CURSOR_GENERATION], cursor[at.CURSOR_SLOT] = generation, checkpoint_slot
+        self.storage.cursors[record_row] = self._to_device(cursor)
 
     @shielded
     def load(self, checkpoint_slot: int, record_row: int, states: Any, committed_len: int) -> None:
@@ -60,11 +62,12 @@ class TensorBackend:
                 layer.recurrent[checkpoint_slot].copy_(recurrent)
                 if layer.conv is not None:
                     layer.conv[checkpoint_slot].copy_(conv)
-        self._fill_ring(checkpoint_slot, record_row, self._to_device([committed_len]))
+            self.storage.cursors[record_row, at.CURSOR_SLOT].fill_(checkpoint_slot)
+        self._fill_ring(record_row, self._to_device([committed_len]))
         cursor = self.storage.cursors[record_row]
         cursor[at.CURSOR_CHECKPOINT_LEN].fill_(committed_len)
-        cursor[at.CURSOR_PENDING_LEN].zero_()
-        cursor[at.CURSOR_FINISHED].zero_()
+        for column in (at.CURSOR_PENDING_LEN, at.CURSOR_FINISHED, at.CURSOR_BOUNDARY_LEN):
+            cursor[column].zero_()
 
     @shielded
     def release(self, record_row: int) -> None:
@@ -84,10 +87,13 @@ class TensorBackend:
     def attach(
         self, checkpoint_slot: int, record_row: int, generation: int, standing: torch.Tensor, sampling: tuple[int, ...]
     ) -> None:
-        self._fill_ring(checkpoint_slot, record_row, standing[at.CURSOR_CHECKPOINT_LEN :][:1])
         self.storage.sampling[record_row] = self._to_device(sampling)
-        self.storage.cursors[record_row] = standing
-        self.storage.cursors[record_row, at.CURSOR_GENERATION].fill_(generation)
+        cursor = self.storage.cursors[record_row]
+        cursor.copy_(standing)
+        cursor[at.CURSOR_GENERATION].fill_(generation)
+        cursor[at.CURSOR_SLOT].fill_(checkpoint_slot)
+        cursor[at.CURSOR_BOUNDARY_LEN].zero_()
+        self._fill_ring(record_row, cursor[at.CURSOR_CHECKPOINT_LEN :][:1])
 
     @shielded
     def park(self, record_row: int, folded_by_verify: bool) -> None:
@@ -101,18 +107,26 @@ class TensorBackend:
         self.storage.cursors[record_row, at.CURSOR_GENERATION].fill_(generation)
 
     @shielded
-    def copy_state(
-        self, checkpoint_slot: int, record_row: int, folded_by_verify: bool, destinations: list[int]
-    ) -> None:
+    def copy_state(self, record_row: int, folded_by_verify: bool, destinations: list[int]) -> None:
         self.check_storage("")
-        cursor = self.storage.cursors[record_row]
-        start, count = cursor[at.CURSOR_CHECKPOINT_LEN], cursor[at.CURSOR_PENDING_LEN]
-        if folded_by_verify:
-            start, count = start + count, torch.zeros_like(count)
-        rows = [[checkpoint_slot, checkpoint_slot, record_row, 0, 0, slot, 0] for slot in destinations]
-        plan = self._to_device(rows)
-        plan[:, at.PLAN_CHECKPOINT_LEN], plan[:, at.PLAN_BOUNDARY_COUNT] = start, count
+        plan = self._to_device([[0, 0, record_row, 0, 0, slot, 0] for slot in destinations])
+        self._place(plan, record_row, folded_by_verify, at.PLAN_BOUNDARY_COUNT)
         self.kernels.fold(plan)
+
+    @shielded
+    def copy_slot(self, source: int, destination: int) -> None:
+        for layer in self.storage.layers:
+            layer.recurrent[destination].copy_(layer.recurrent[source])
+            if layer.conv is not None:
+                layer.conv[destination].copy_(layer.conv[source])
+
+    @shielded
+    def clear_boundary(self, record_row: int) -> None:
+        self.storage.cursors[record_row, at.CURSOR_BOUNDARY_LEN].zero_()
+
+    @shielded
+    def running_slots(self, record_rows: list[int]) -> torch.Tensor:
+        return self.storage.cursors[:, at.CURSOR_SLOT].index_select(0, self._to_device(record_rows))
 
     @shielded
     def image(self, checkpoint_slot: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -133,15 +147,24 @@ class TensorBackend:
 
     # -- a step
 
+    def check_blocks(self, block_table: Any, positions: Any, least_len: int, where: str) -> BlockTable:
+        check_tensor("block_table", block_table, (None, None), (torch.int32,), self.device, where)
+        if not block_table.shape[1]:
+            raise SpecStateError(f"block_table has no column{where}")
+        check_tensor("positions", positions, (None,), (torch.int32,), self.device, where)
+        for name, tensor in (("block_table", block_table), ("positions", positions)):
+            _check_len(name, tensor, least_len, where)
+        return BlockTable(block_table.detach(), positions.detach())
+
     @shielded
-    def begin(self, batch: Batch, where: str) -> StepTensors:
+    def begin(self, batch: Batch, where: str, blocks: BlockTable | None = None) -> StepTensors:
         self.check_storage(where)
         # Ordinary tensors even under inference mode: a release may null a row outside of it.
         with torch.inference_mode(False), torch.no_grad():  # the first turns gradients on
             # By way of an array, in a third of the time that torch.tensor takes over a list.
             staged = self._to_device(torch.frombuffer(array("i", self.staged_columns(batch)), dtype=torch.int32))
             length = max(batch.query_lens, default=0)
-            return self.kernels.begin(staged, len(batch.query_lens), batch.num_tokens, length, self._allocator)
+            return self.kernels.begin(staged, len(batch.query_lens), batch.num_tokens, length, self._allocator, blocks)
 
     def check_storage(self, where: str) -> None:
         """Raises SpecStateError when storage was replaced under the kernels' table of addresses."""
@@ -159,11 +182,12 @@ class TensorBackend:
             batch.min_accepted,
             range(len(batch.handles)) if batch.batch_index is None else batch.batch_index,
             batch.row_kinds,
+            batch.boundary_slots,
         )
         return [*chain.from_iterable(zip(*columns, strict=True)), *starts]
 
     @shielded
-    def capture(self, num_rows: int, num_tokens: int) -> tuple[torch.Tensor, StepTensors]:
+    def capture(self, num_rows: int, num_tokens: int, blocks: BlockTable | None) -> tuple[torch.Tensor, StepTensors]:
         """Buffers for steps of one size inside a CUDA graph: staged columns, and the rows that its first node makes."""
         size, longest = num_rows * at.STAGED_COLUMNS + num_rows + 1, self.config.max_query_len
         allocator = self._allocator
@@ -172,7 +196,7 @@ class TensorBackend:
         with torch.inference_mode(False), torch.no_grad():
             # Not filled here: under capture that would become part of the graph, and undo every staging.
             staged = allocator.empty((size,))
-            return staged, self.kernels.begin(staged, num_rows, num_tokens, longest, allocator)
+            return staged, self.kernels.begin(staged, num_rows, num_tokens, longest, allocator, blocks)
 
     @shielded
     def null_staged_row(self, staged: torch.Tensor, num_rows: int, row: int) -> None:
@@ -279,16 +303,20 @@ class TensorBackend:
     # -- looking at it
 
     def cursor(self, record_row: int) -> Cursor:
-        checkpoint_len, pending_len, generation, finished = self.storage.cursors[record_row].tolist()
-        return Cursor(checkpoint_len, pending_len, generation, bool(finished))
+        values = self.storage.cursors[record_row].tolist()
+        return Cursor(
+            checkpoint_len=values[at.CURSOR_CHECKPOINT_LEN],
+            pending_len=values[at.CURSOR_PENDING_LEN],
+            generation=values[at.CURSOR_GENERATION],
+            finished=bool(values[at.CURSOR_FINISHED]),
+            checkpoint_slot=values[at.CURSOR_SLOT],
+            boundary_len=values[at.CURSOR_BOUNDARY_LEN],
+        )
 
     @shielded
-    def read(self, checkpoint_slot: int, record_row: int, layer: int, folded_by_verify: bool) -> LayerState:
-        cursor = self.cursor(record_row)
-        start, count = cursor.checkpoint_len, cursor.pending_len
-        if folded_by_verify:
-            start, count = start + count, 0
-        plan = self._to_device([[checkpoint_slot, checkpoint_slot, record_row, start, count, 0, 0]])
+    def read(self, record_row: int, layer: int, folded_by_verify: bool) -> LayerState:
+        plan = self._to_device([[0, 0, record_row, 0, 0, 0, 0]])
+        self._place(plan, record_row, folded_by_verify, at.PLAN_COUNT)
         recurrent, conv = self.kernels.read_state(plan, layer)
         return LayerState(recurrent[0], None if conv is None else conv[0])
 
@@ -298,10 +326,15 @@ class TensorBackend:
             clamps=values[at.COUNT_CLAMPS],
             dropped_ends=values[at.COUNT_DROPPED],
             wasted_windows=values[at.COUNT_WASTED],
+            misplaced_rows=values[at.COUNT_MISPLACED],
+            windows=values[at.COUNT_WINDOWS],
+            draft_tokens=values[at.COUNT_DRAFT_TOKENS],
+            folds=Folds(*values[at.COUNT_FOLDS : at.COUNT_ACCEPTED]),
+            accepted=tuple(values[at.COUNT_ACCEPTED :]),
         )
 
     @shielded
-    def check_integrity(self, owners: dict[int, tuple[int, bool]]) -> None:
+    def check_integrity(self, owners: dict[int, bool]) -> None:
         planned = plan_bytes(self.config).total_bytes
         if self.storage.owns_checkpoints and self.allocated_bytes != planned:
             raise SpecStateError(f"planned bytes are {planned}, allocated are {self.allocated_bytes}")
@@ -314,8 +347,9 @@ class TensorBackend:
                 raise SpecStateError(f"the null slot was written in layer {index}")
             if layer.conv is None:
                 continue
-            for record_row, (checkpoint_slot, folded_by_verify) in owners.items():
+            for record_row, folded_by_verify in owners.items():
                 cursor = self.cursor(record_row)
+                checkpoint_slot = cursor.checkpoint_slot
                 if cursor.pending_len and not folded_by_verify:
                     continue
                 position = self._to_device([cursor.committed_len])
@@ -343,14 +377,24 @@ class TensorBackend:
                 else:
                     check_tensor(f"states[{index}].{name}", state, target.shape[1:], [target.dtype], self.device)
 
-    def _fill_ring(self, checkpoint_slot: int, record_row: int, position: torch.Tensor) -> None:
+    def _place(self, plan: torch.Tensor, record_row: int, folded_by_verify: bool, count: int) -> None:
+        """Fills the rows of a fold plan with where a record slot stands, its pending records in column ``count``."""
+        cursor = self.storage.cursors[record_row]
+        start, pending = cursor[at.CURSOR_CHECKPOINT_LEN], cursor[at.CURSOR_PENDING_LEN]
+        if folded_by_verify:
+            start, pending = start + pending, torch.zeros_like(pending)
+        plan[:, at.PLAN_SOURCE] = plan[:, at.PLAN_DESTINATION] = cursor[at.CURSOR_SLOT]
+        plan[:, at.PLAN_CHECKPOINT_LEN], plan[:, count] = start, pending
+
+    def _fill_ring(self, record_row: int, position: torch.Tensor) -> None:
         """The conv ring of a request that stands at ``position`` [1], from the checkpoint's history."""
+        slot = self.storage.cursors[record_row, at.CURSOR_SLOT :][:1]
         for layer in self.storage.layers:
             if layer.conv is not None and layer.conv_ring is not None:
                 # Entry of position p is p + W - 1, so the history's oldest input lies at `position`.
                 size, history = layer.conv_ring.shape[1], layer.conv.shape[-1]
                 entry = (position + torch.arange(history, device=self.device)) % size
-                layer.conv_ring[record_row].index_copy_(0, entry, layer.conv[checkpoint_slot].mT)
+                layer.conv_ring[record_row].index_copy_(0, entry, layer.conv.index_select(0, slot)[0].mT)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from specstate.kernels.arena import Allocator
-    from specstate.kernels.cursors import StepTensors
+    from specstate.kernels.cursors import BlockTable, StepTensors
     from specstate.params import LayerParams
 
 Sampled = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"]
@@ -36,11 +36,18 @@ class Kernels(Protocol):
         ...
 
     def begin(
-        self, staged: torch.Tensor, num_rows: int, num_tokens: int, length: int, allocator: Allocator
+        self,
+        staged: torch.Tensor,
+        num_rows: int,
+        num_tokens: int,
+        length: int,
+        allocator: Allocator,
+        blocks: BlockTable | None = None,
     ) -> StepTensors:
         """The step's rows from ``staged`` int32: [num_rows, STAGED_COLUMNS], then query_start_loc [num_rows + 1].
 
-        ``length``: the longest window. ``allocator``: where the step's tensors come from.
+        ``length``: the longest window. ``allocator``: where the step's tensors come from. ``blocks``: where its rows
+        keep boundary checkpoints, when that is the caller's to say.
         """
         ...
 

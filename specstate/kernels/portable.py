@@ -14,7 +14,7 @@ from specstate.config import StateConfig
 from specstate.kernels import Sampled, cursors, reference
 from specstate.kernels import rows as at
 from specstate.kernels.arena import Allocator, TorchAllocator
-from specstate.kernels.cursors import StepTensors
+from specstate.kernels.cursors import BlockTable, StepTensors
 from specstate.kernels.sampler import accept, choose
 from specstate.kernels.supported import INTERPRETED, WINDOW_TILE, check_inner
 from specstate.kernels.table import AddressTable
@@ -76,6 +76,10 @@ class PortableKernels:
         staged = torch.zeros(at.STAGED_COLUMNS + 2, dtype=torch.int32, device=device)
         staged[at.RECORD_ROW], staged[at.QUERY_LEN], staged[-1] = -1, 1, 1
         step = self.begin(staged, 1, 1, 1, TorchAllocator(device))
+        steps = [step]
+        if self.config.block_size is not None:
+            blocks = BlockTable(staged.new_zeros(2, 2), staged.new_zeros(2))
+            steps.append(self.begin(staged, 1, 1, 1, TorchAllocator(device), blocks))
         self.refresh(step)
         wide = (torch.float32,) if activation is torch.float32 else (activation, torch.float32)
 
@@ -95,15 +99,21 @@ class PortableKernels:
             self.sample(step, zeros(1, 2, dtype=logits), zeros(1, dtype=ids), probs)
         mask = zeros(1, dtype=torch.bool)
         folds: tuple[torch.Tensor | bool, ...] = (True, False, mask)
-        for counts, fold, finished in product((torch.int32, torch.int64), folds, (None, mask)):
-            self.end(step, zeros(1, dtype=counts), fold, finished)
+        for each, counts, fold, finished in product(steps, (torch.int32, torch.int64), folds, (None, mask)):
+            self.end(each, zeros(1, dtype=counts), fold, finished)
         self.cancel(step, [0])
         self.flush(step)
 
     # -- a step
 
     def begin(
-        self, staged: torch.Tensor, num_rows: int, num_tokens: int, length: int, allocator: Allocator
+        self,
+        staged: torch.Tensor,
+        num_rows: int,
+        num_tokens: int,
+        length: int,
+        allocator: Allocator,
+        blocks: BlockTable | None = None,
     ) -> StepTensors:
         step = StepTensors(
             rows=allocator.empty((num_rows, at.ROW_COLUMNS)),
@@ -113,11 +123,15 @@ class PortableKernels:
             window=None,
             folds_in_verify=self._folds,
             allocator=allocator,
+            blocks=blocks,
         )
         begin_kernel[(num_rows + 1,)](
             staged,
             step.query_start_loc,
             self.storage.cursors,
+            self.storage.counters,
+            staged if blocks is None else blocks.positions,
+            1 if blocks is None else blocks.positions.stride(0),
             step.rows,
             step.positions,
             step.committed_lens,
@@ -127,6 +141,7 @@ class PortableKernels:
             ROW_COLUMNS=at.ROW_COLUMNS,
             BT=WINDOW_TILE,
             FOLDS=self._folds,
+            STATED=blocks is not None,
             num_warps=1,
         )
         return step
@@ -320,26 +335,34 @@ class PortableKernels:
         finished: torch.Tensor | None,
     ) -> torch.Tensor:
         """``accepted_counts`` and ``advance`` of the reference in one launch; the fold plan."""
-        rows = step.rows
+        rows, config = step.rows, self.config
         plan = step.allocator.empty((len(rows), at.PLAN_COLUMNS))
-        may_be_full = self.config.folds_when_full and counts is not None
+        may_be_full = config.folds_when_full and counts is not None
+        table = None if step.blocks is None else step.blocks.slots
+        blocks = "none" if config.block_size is None or counts is None else "own" if table is None else "table"
         if len(rows):
             advance_kernel[(len(rows),)](
                 rows,
                 rows if counts is None else counts,
                 rows if isinstance(fold, bool) else fold,
                 rows if finished is None else finished,
+                rows if table is None else table,
+                *((1, 1, 1) if table is None else (*table.stride(), table.shape[1])),
                 self.storage.cursors,
                 self.storage.counters,
                 plan,
-                self.config.max_query_len,
-                self.config.record_capacity if may_be_full else NO_CAPACITY,
+                config.max_query_len,
+                config.record_capacity if may_be_full else NO_CAPACITY,
+                config.block_size or 1,
+                len(self.storage.layers[0].recurrent),
                 ROW_COLUMNS=at.ROW_COLUMNS,
                 PLAN_COLUMNS=at.PLAN_COLUMNS,
+                DECODE=at.DECODE,
                 PROMPT=at.PROMPT,
                 COUNTS=counts is not None,
                 FOLD="mask" if not isinstance(fold, bool) else "all" if fold else "none",
                 FINISHED=finished is not None,
+                BLOCKS=blocks,
                 num_warps=1,
             )
         return plan

@@ -22,7 +22,7 @@ from specstate.config import StateConfig
 from specstate.kernels import Sampled, cursors, sampling
 from specstate.kernels import rows as at
 from specstate.kernels.arena import Allocator
-from specstate.kernels.cursors import StepTensors, Window
+from specstate.kernels.cursors import BlockTable, StepTensors, Window
 from specstate.params import LayerParams
 from specstate.storage import LayerStorage, Storage
 
@@ -49,7 +49,13 @@ class ReferenceKernels:
         """Nothing to check: tensors are looked up anew in every call."""
 
     def begin(
-        self, staged: torch.Tensor, num_rows: int, num_tokens: int, length: int, allocator: Allocator
+        self,
+        staged: torch.Tensor,
+        num_rows: int,
+        num_tokens: int,
+        length: int,
+        allocator: Allocator,
+        blocks: BlockTable | None = None,
     ) -> StepTensors:
         # Torch allocates in every operation here, so the step takes its memory from torch whatever the allocator.
         columns = num_rows * at.STAGED_COLUMNS
@@ -59,6 +65,8 @@ class ReferenceKernels:
             tokens=num_tokens,
             length=length,
             cursors=self.storage.cursors,
+            counters=self.storage.counters,
+            blocks=blocks,
             folds_in_verify=self.config.folds_in_verify,
         )
 
@@ -106,18 +114,16 @@ class ReferenceKernels:
         self, step: StepTensors, counts: torch.Tensor, fold: torch.Tensor | bool, finished: torch.Tensor | None
     ) -> None:
         accepted = cursors.accepted_counts(step.rows, counts, finished, self.storage.cursors, self.storage.counters)
-        capacity = self.config.record_capacity if self.config.folds_when_full else None
-        self._fold(self._advance(step, accepted, fold, capacity), range(self.config.num_layers))
+        self._fold(self._advance(step, accepted, fold), range(self.config.num_layers))
 
     def cancel(self, step: StepTensors, unverified: list[int]) -> None:
         self._fold(cursors.verify_fold_plan(step.rows), unverified)
-        self._advance(step, torch.zeros_like(step.rows[:, 0]), False, None)
+        self._advance(step, None, False)
 
     def flush(self, step: StepTensors) -> None:
         # Whatever verify would have folded is folded here instead, so it must not count as folded already.
         step.rows[:, at.FOLD_LEN] = 0
-        plan = self._advance(step, torch.zeros_like(step.rows[:, 0]), True, None)
-        self._fold(plan, range(self.config.num_layers))
+        self._fold(self._advance(step, None, True), range(self.config.num_layers))
 
     def fold(self, plan: torch.Tensor) -> None:
         self._fold(plan, range(self.config.num_layers))
@@ -125,11 +131,10 @@ class ReferenceKernels:
     def read_state(self, plan: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         return read_state(plan, self.storage.layers[layer], self.params[layer], self._bound)
 
-    def _advance(
-        self, step: StepTensors, accepted: torch.Tensor, fold: torch.Tensor | bool, capacity: int | None
-    ) -> torch.Tensor:
-        longest = self.config.max_query_len
-        return cursors.advance(step.rows, accepted, fold, self.storage.cursors, capacity, longest)
+    def _advance(self, step: StepTensors, accepted: torch.Tensor | None, fold: torch.Tensor | bool) -> torch.Tensor:
+        storage, config = self.storage, self.config
+        num_slots = len(storage.layers[0].recurrent)
+        return cursors.advance(step, accepted, fold, storage.cursors, storage.counters, config, num_slots)
 
     def _fold(self, plan: torch.Tensor, layers: Iterable[int]) -> None:
         for layer in layers:
@@ -270,19 +275,20 @@ def fold(plan: torch.Tensor, layer: LayerStorage, params: LayerParams, lower_bou
     """Folds ``plan`` in one layer, recurrent state and conv history together.
 
     The destination gets what holds at the source's position + count, the boundary slot what holds at + boundary count.
+    Either may be the source itself.
     """
     wanted = (at.PLAN_DESTINATION, at.PLAN_COUNT), (at.PLAN_BOUNDARY_SLOT, at.PLAN_BOUNDARY_COUNT)
-    # The boundary first: a fold in place overwrites its source.
-    for slot, count in reversed(wanted):
+    writes = []
+    for slot, count in wanted:
         part = plan.clone()
         part[:, at.PLAN_COUNT] = plan[:, count]
         mask = plan[:, at.PLAN_COUNT] > 0 if slot == at.PLAN_DESTINATION else plan[:, slot] > 0
         if not plan.is_cuda:
             part, mask = part[mask], mask[mask]
-        if not len(part):
-            continue
-        state, history = read_state(part, layer, params, lower_bound)
-        slots = part[:, slot].long()
+        if len(part):
+            writes.append((part[:, slot].long(), mask, *read_state(part, layer, params, lower_bound)))
+    # Both are read before either is written. Of a row whose two slots are one, both are the same state.
+    for slots, mask, state, history in writes:
         _write_slots(layer.recurrent, slots, state.to(layer.recurrent.dtype), mask)
         if layer.conv is not None and history is not None:
             _write_slots(layer.conv, slots, history, mask)

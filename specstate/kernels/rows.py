@@ -23,11 +23,12 @@ GENERATION = 4  # of the request that the row was made for
 MIN_ACCEPTED = 5
 BATCH_INDEX = 6  # entry of caller-made counts and masks
 ROW_KIND = 7
-STAGED_COLUMNS = 8
-CHECKPOINT_LEN = 8
-PENDING_LEN = 9
-FOLD_LEN = 10  # pending records that this step's verify folds: 0, or all of them
-ROW_COLUMNS = 11
+BOUNDARY_SLOT = 8  # the owner's slot for its next boundary checkpoint; 0: none; -1: its block table is not to be used
+STAGED_COLUMNS = 9
+CHECKPOINT_LEN = 9
+PENDING_LEN = 10
+FOLD_LEN = 11  # pending records that this step's verify folds: 0, or all of them
+ROW_COLUMNS = 12
 
 # Values of ROW_KIND.
 DECODE, PROMPT, DUMMY = 0, 1, 2
@@ -37,7 +38,9 @@ CURSOR_CHECKPOINT_LEN = 0
 CURSOR_PENDING_LEN = 1
 CURSOR_GENERATION = 2  # of the owner; 0: nobody's
 CURSOR_FINISHED = 3  # 1 once an end token was committed
-CURSOR_COLUMNS = 4
+CURSOR_SLOT = 4  # where the running checkpoint lies; a caller's block table moves it
+CURSOR_BOUNDARY_LEN = 5  # position of the checkpoint in the owner's boundary slot; 0: it holds none
+CURSOR_COLUMNS = 6
 
 #: End tokens that a request may have; the device table is this wide.
 MAX_END_TOKENS = 8
@@ -56,11 +59,16 @@ DRAW_TARGET = 0  # the target's own token
 DRAW_ACCEPT = 1  # whether a draft with probabilities stands
 DRAW_RESIDUAL = 2  # the token in place of a draft that does not
 
-# Entries of the device counters, int64 [DEVICE_COUNTERS].
+# Entries of the device counters, int64 [COUNT_ACCEPTED + max_query_len + 1].
 COUNT_CLAMPS = 0  # accepted counts that lay outside [min_accepted, query_len]
 COUNT_DROPPED = 1  # row ends that met another generation
 COUNT_WASTED = 2  # windows verified after their request had finished
-DEVICE_COUNTERS = 3
+COUNT_MISPLACED = 3  # rows whose position by the caller's account was not the cursor's
+COUNT_WINDOWS = 4  # decode windows that ended
+COUNT_DRAFT_TOKENS = 5
+COUNT_FOLDS = 6  # rows folded, an entry a reason
+FOLD_AT_END, FOLD_WHEN_FULL, FOLD_BY_MASK, FOLD_AT_BOUNDARY, FOLD_IN_VERIFY, FOLD_BY_FLUSH = range(6)
+COUNT_ACCEPTED = 12  # decode windows with drafts, an entry for each accepted count 0 .. max_query_len
 
 # Columns of a fold plan, int32 [rows, PLAN_COLUMNS]: what the cursor kernel hands to the fold.
 PLAN_SOURCE = 0  # checkpoint slot that is read

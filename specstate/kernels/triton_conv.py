@@ -51,7 +51,7 @@ def conv_kernel(
         return
     first_token = tl.load(p_row + 2).to(tl.int64)
     query_len = tl.load(p_row + 3)
-    committed_len = tl.load(p_row + 8) + tl.load(p_row + 9)
+    committed_len = tl.load(p_row + 9) + tl.load(p_row + 10)
     p_ring += record_row * RING * C + o_c
     ACTIVATION: tl.constexpr = p_mixed.dtype.element_ty
 
@@ -79,7 +79,7 @@ def conv_kernel(
     b_raw = tl.load(p_window[None, :] + o_t.to(tl.int64)[:, None] * qkv_stride, mask=m_tc, other=0.0)
     entry = (committed_len + o_t + (W - 1)) % RING
     tl.store(p_ring[None, :] + entry[:, None] * C, b_raw, mask=m_tc)
-    if FOLDS and tl.load(p_row + 10) > 0:
+    if FOLDS and tl.load(p_row + 11) > 0:
         p_history = p_conv + slot * conv_slot_stride + o_c.to(tl.int64) * conv_channel_stride
         for i in tl.static_range(W - 1):
             b_input = tl.load(p_ring + (committed_len + i) % RING * C, mask=m_c, other=0.0)

@@ -3,12 +3,17 @@
 import triton
 import triton.language as tl
 
+from specstate.kernels.triton_common import CURSOR_COLUMNS
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "stated_stride"], do_not_specialize_on_alignment=["p_stated"])
 def begin_kernel(
     p_staged,
     p_starts,
     p_cursors,
+    p_counters,
+    p_stated,
+    stated_stride,
     p_rows,
     p_positions,
     p_committed,
@@ -18,8 +23,12 @@ def begin_kernel(
     ROW_COLUMNS: tl.constexpr,
     BT: tl.constexpr,
     FOLDS: tl.constexpr,
+    STATED: tl.constexpr,
 ):
-    """Joins the staged columns with the cursors. Grid: rows + 1; the last program clears the positions of padding."""
+    """Joins the staged columns with the cursors. Grid: rows + 1; the last program clears the positions of padding.
+
+    STATED: whether the caller says where rows stand, with its block table. A line whose position is wrong is not used.
+    """
     row = tl.program_id(0)
     if row == num_rows:
         for token in range(tl.load(p_starts + num_rows), num_tokens):
@@ -28,65 +37,90 @@ def begin_kernel(
     p_row, p_stage = p_rows + row * ROW_COLUMNS, p_staged + row * STAGED_COLUMNS
     for column in tl.static_range(STAGED_COLUMNS):
         tl.store(p_row + column, tl.load(p_stage + column))
-    checkpoint_len, pending = _read_cursor(p_stage, p_cursors)
-    tl.store(p_row + 8, checkpoint_len)
-    tl.store(p_row + 9, pending)
-    tl.store(p_row + 10, pending if FOLDS else 0)
-    tl.store(p_committed + row, checkpoint_len + pending)
+    # From the staged columns: what this program stores into the row it may not yet read back.
+    committed_len = _read_cursor(p_stage, p_cursors, p_row, FOLDS)
+    tl.store(p_committed + row, committed_len)
+    if STATED:
+        owned = _owned(p_stage, p_cursors)
+        stated = tl.load(p_stated + tl.load(p_stage + 6) * stated_stride, mask=owned, other=0)
+        misplaced = owned & (stated != committed_len)
+        tl.store(p_row + 8, tl.where(misplaced, -1, 0))
+        tl.atomic_add(p_counters + 3, 1, mask=misplaced)
     o_t = tl.arange(0, BT)
-    p_window = p_positions + tl.load(p_stage + 2) + o_t
-    tl.store(p_window, checkpoint_len + pending + o_t, mask=o_t < tl.load(p_stage + 3))
+    tl.store(p_positions + tl.load(p_stage + 2) + o_t, committed_len + o_t, mask=o_t < tl.load(p_stage + 3))
 
 
 @triton.jit
 def refresh_kernel(p_rows, p_cursors, ROW_COLUMNS: tl.constexpr, FOLDS: tl.constexpr):
     """Reads the cursors into the rows again. Grid: rows."""
     p_row = p_rows + tl.program_id(0) * ROW_COLUMNS
-    checkpoint_len, pending = _read_cursor(p_row, p_cursors)
-    tl.store(p_row + 8, checkpoint_len)
-    tl.store(p_row + 9, pending)
-    tl.store(p_row + 10, pending if FOLDS else 0)
+    _read_cursor(p_row, p_cursors, p_row, FOLDS)
 
 
 @triton.jit
-def _read_cursor(p_row, p_cursors):
-    """(checkpoint_len, pending_len) of a row's record slot; 0 without loading them when the row owns nothing."""
+def _owned(p_row, p_cursors):
+    """Whether the row owns a record slot that is still its own; the cursor of one that owns none is not loaded."""
     record_row = tl.load(p_row + 1)
-    p_cursor = p_cursors + record_row * 4
     live = (tl.load(p_row) > 0) & (record_row >= 0)
-    owned = live & (tl.load(p_cursor + 2, mask=live, other=0) == tl.load(p_row + 4))
-    return tl.load(p_cursor, mask=owned, other=0), tl.load(p_cursor + 1, mask=owned, other=0)
+    return live & (tl.load(p_cursors + record_row * CURSOR_COLUMNS + 2, mask=live, other=0) == tl.load(p_row + 4))
 
 
-@triton.jit(do_not_specialize_on_alignment=["p_counts", "p_fold", "p_finished"])
+@triton.jit
+def _read_cursor(p_named, p_cursors, p_row, FOLDS: tl.constexpr):
+    """Writes what the cursor of the row at ``p_named`` says to ``p_row``, 0 if it owns nothing; its committed_len."""
+    owned = _owned(p_named, p_cursors)
+    p_cursor = p_cursors + tl.load(p_named + 1) * CURSOR_COLUMNS
+    checkpoint_len = tl.load(p_cursor, mask=owned, other=0)
+    pending = tl.load(p_cursor + 1, mask=owned, other=0)
+    slot = tl.load(p_cursor + 4, mask=owned, other=0)
+    tl.store(p_row, slot, mask=owned)
+    tl.store(p_row + 9, checkpoint_len)
+    tl.store(p_row + 10, pending)
+    tl.store(p_row + 11, pending if FOLDS else 0)
+    return checkpoint_len + pending
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "block_stride", "width", "block_size", "num_slots"],
+    do_not_specialize_on_alignment=["p_counts", "p_fold", "p_finished", "p_table"],
+)
 def advance_kernel(
     p_rows,
     p_counts,
     p_fold,
     p_finished,
+    p_table,
+    table_stride,
+    block_stride,
+    width,
     p_cursors,
     p_counters,
     p_plan,
     longest,
     capacity,
+    block_size,
+    num_slots,
     ROW_COLUMNS: tl.constexpr,
     PLAN_COLUMNS: tl.constexpr,
+    DECODE: tl.constexpr,
     PROMPT: tl.constexpr,
     COUNTS: tl.constexpr,
     FOLD: tl.constexpr,
     FINISHED: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """``accepted_counts`` and ``advance`` of the reference in one: the only writer of cursors. Grid: rows.
 
     COUNTS: False for a flush or a cancel, which accept nothing and judge no count. FOLD: "none", "mask" or "all".
-    ``capacity``: R under the ring policy, else so large that no window ever fails to fit.
+    ``capacity``: R under the ring policy, else so large that no window ever fails to fit. BLOCKS: who says where
+    boundary checkpoints go: nobody ("none"), the row record ("own") or the caller's table [entries, width] ("table").
     """
     row = tl.program_id(0)
     p_row = p_rows + row * ROW_COLUMNS
     p_out = p_plan + row * PLAN_COLUMNS
     slot, record_row = tl.load(p_row), tl.load(p_row + 1)
     live = (slot > 0) & (record_row >= 0)
-    p_cursor = p_cursors + record_row * 4
+    p_cursor = p_cursors + record_row * CURSOR_COLUMNS
     owned = live & (tl.load(p_cursor + 2, mask=live, other=0) == tl.load(p_row + 4))
     accepted = 0
     if COUNTS:
@@ -95,30 +129,67 @@ def advance_kernel(
         running = owned & (was_finished == 0)
         # As wide as the caller's count, so that an absurd one is clamped and not wrapped.
         count = tl.load(p_counts + row, mask=owned, other=0)
-        bounded = tl.minimum(tl.maximum(count, tl.load(p_row + 5)), tl.load(p_row + 3))
+        query_len = tl.load(p_row + 3)
+        bounded = tl.minimum(tl.maximum(count, tl.load(p_row + 5)), query_len)
+        accepted = tl.where(running, bounded, 0).to(tl.int32)
         tl.atomic_add(p_counters, 1, mask=running & (bounded != count))
         tl.atomic_add(p_counters + 1, 1, mask=live & (owned == 0))
         tl.atomic_add(p_counters + 2, 1, mask=owned & (running == 0))
-        accepted = tl.where(running, bounded, 0).to(tl.int32)
+        decoding = running & (tl.load(p_row + 7) == DECODE)
+        tl.atomic_add(p_counters + 4, 1, mask=decoding)
+        tl.atomic_add(p_counters + 5, query_len - 1, mask=decoding & (query_len > 1))
+        tl.atomic_add(p_counters + 12 + accepted, 1, mask=decoding & (query_len > 1))
         if FINISHED:
             was_finished |= tl.load(p_finished + row, mask=owned, other=0) != 0
         tl.store(p_cursor + 3, was_finished.to(tl.int32), mask=owned)
-    fold_len = tl.load(p_row + 10)
+    fold_len = tl.load(p_row + 11)
+    before = tl.load(p_cursor, mask=owned, other=0) + tl.load(p_cursor + 1, mask=owned, other=0)
     checkpoint_len = tl.load(p_cursor, mask=owned, other=0) + fold_len
-    pending = tl.load(p_cursor + 1, mask=owned, other=0) - fold_len + accepted
-    folds = pending + longest > capacity
+    pending = before + accepted - checkpoint_len
+    source = tl.where(owned, slot, 0)
+    destination = source
+    boundary_slot = 0
+    boundary = 0
+    if BLOCKS != "none":
+        column = (before + accepted) // block_size
+        boundary = column * block_size
+        crosses = owned & (boundary > before)
+        given = tl.load(p_row + 8)
+        if BLOCKS == "own":
+            boundary_slot = tl.where(crosses, given, 0)
+            tl.store(p_cursor + 5, boundary, mask=boundary_slot > 0)
+        else:
+            # The running checkpoint moves to column after // block_size, the boundary's into the one before: see
+            # `_blocks` of the reference.
+            crosses &= given == 0
+            p_line = p_table + tl.load(p_row + 6).to(tl.int64) * table_stride
+            moved = tl.load(p_line + tl.minimum(column, width - 1) * block_stride, mask=crosses, other=0)
+            destination = tl.where((moved > 0) & (moved < num_slots), moved, source)
+            ends_here = crosses & (column <= width)
+            boundary_slot = tl.load(p_line + (column - 1) * block_stride, mask=ends_here, other=0)
+            apart = (boundary_slot != destination) | (boundary == before + accepted)
+            boundary_slot = tl.where((boundary_slot > 0) & (boundary_slot < num_slots) & apart, boundary_slot, 0)
+            tl.store(p_cursor + 4, destination, mask=owned)
+    asked = pending < 0
     if FOLD == "all":
-        folds = pending >= 0
+        asked = pending >= 0
     elif FOLD == "mask":
-        folds |= tl.load(p_fold + row, mask=owned, other=0) != 0
-    folded = tl.where(owned & folds, pending, 0)
+        asked = tl.load(p_fold + row, mask=owned, other=0) != 0
+    full = pending + longest > capacity
+    at_boundary = (boundary_slot > 0) | (destination != source)
+    folded = tl.where(owned & (asked | full | at_boundary), pending, 0)
     tl.store(p_cursor, checkpoint_len + folded, mask=owned)
     tl.store(p_cursor + 1, pending - folded, mask=owned)
-    source = tl.where(owned, slot, 0)
+    # Of the reasons that hold, the first: all fold, full, asked for, at a boundary.
+    reason = tl.where(full, 1, tl.where(asked, 2, 3))
+    if FOLD == "all":
+        reason = 0 if COUNTS else 5
+    tl.atomic_add(p_counters + 6 + reason, 1, mask=folded > 0)
+    tl.atomic_add(p_counters + 6 + 4, 1, mask=owned & (fold_len > 0))
     tl.store(p_out, source)
-    tl.store(p_out + 1, source)
+    tl.store(p_out + 1, destination)
     tl.store(p_out + 2, record_row)
     tl.store(p_out + 3, checkpoint_len)
     tl.store(p_out + 4, folded)
-    tl.store(p_out + 5, 0)
-    tl.store(p_out + 6, 0)
+    tl.store(p_out + 5, boundary_slot)
+    tl.store(p_out + 6, tl.where(boundary_slot > 0, boundary - checkpoint_len, 0))

@@ -32,7 +32,7 @@ def records_kernel(
     if (tl.load(p_row) <= 0) | (record_row < 0):
         return
     first_token = tl.load(p_row + 2).to(tl.int64)
-    committed_len = tl.load(p_row + 8) + tl.load(p_row + 9)
+    committed_len = tl.load(p_row + 9) + tl.load(p_row + 10)
     o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BV)
     m_t = o_t < tl.load(p_row + 3)
     m_tk = m_t[:, None] & (o_k < K)[None, :]
@@ -71,7 +71,7 @@ def conv_inputs_kernel(
     record_row = tl.load(p_row + 1).to(tl.int64)
     if (tl.load(p_row) <= 0) | (record_row < 0):
         return
-    committed_len = tl.load(p_row + 8) + tl.load(p_row + 9)
+    committed_len = tl.load(p_row + 9) + tl.load(p_row + 10)
     o_t = tl.arange(0, BT)
     m_tc = (o_t < tl.load(p_row + 3))[:, None] & (o_c < C)[None, :]
     token = (tl.load(p_row + 2).to(tl.int64) + o_t)[:, None]

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from specstate.kernels.triton_common import CURSOR_COLUMNS
+
 
 @triton.jit
 def distances(p_token, start, vocab, largest, temperature, BLOCK: tl.constexpr):
@@ -191,7 +193,7 @@ def accept_kernel(
     p_row = p_rows + row * ROW_COLUMNS
     record_row = tl.load(p_row + 1)
     live = (tl.load(p_row) > 0) & (record_row >= 0)
-    p_cursor = p_cursors + record_row * 4
+    p_cursor = p_cursors + record_row * CURSOR_COLUMNS
     owned = live & (tl.load(p_cursor + 2, mask=live, other=0) == tl.load(p_row + 4))
     first_token = tl.load(p_row + 2)
     query_len = tl.load(p_row + 3)

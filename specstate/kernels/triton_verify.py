@@ -117,8 +117,8 @@ def verify_kernel(
     record_row = tl.load(p_row + 1).to(tl.int64)
     first_token = tl.load(p_row + 2).to(tl.int64)
     query_len = tl.load(p_row + 3)
-    checkpoint_len = tl.load(p_row + 8)
-    pending = tl.load(p_row + 9)
+    checkpoint_len = tl.load(p_row + 9)
+    pending = tl.load(p_row + 10)
     if (slot <= 0) | (record_row < 0):
         for t in range(query_len):
             tl.store(p_out + (first_token + t) * out_stride, tl.zeros([BV], OUTPUT), mask=m_v)

@@ -9,7 +9,7 @@ import torch
 from specstate.errors import SpecStateError
 from specstate.manager import StateManager
 from specstate.metadata import StepMetadata
-from specstate.replay.model import ExpectedToken, Life
+from specstate.replay.model import Expected, ExpectedToken, Life
 from specstate.step import Step
 from specstate.validation import bits
 
@@ -35,7 +35,7 @@ class Checks:
     def __init__(self, manager: StateManager, payloads: bool) -> None:
         self._manager, self._payloads = manager, payloads
         self.device = manager.device
-        self.clamps = self.dropped_ends = self.wasted_windows = 0
+        self.clamps = self.dropped_ends = self.wasted_windows = self.misplaced_rows = 0
         """What the manager's counters must show."""
         layers = range(manager.config.num_layers) if payloads else ()
         pools = ((layer, pool) for layer in layers for pool in manager.checkpoints(layer) if pool is not None)
@@ -113,31 +113,32 @@ class Checks:
         for layer in range(self._manager.config.num_layers):
             state = self.call(partial(self._manager.read, life.handle, layer))
             what = f"{life.handle} in layer {layer} at {life.committed_len}"
-            _compare(what, life, layer, state.recurrent, state.conv)
+            _compare(what, life.layers[layer], state.recurrent, state.conv)
 
-    def compare_checkpoints(self, lives: list[Life]) -> None:
-        """The checkpoints themselves, once nothing is pending."""
+    def compare_slot(self, what: str, slot: int, layers: list[Expected]) -> None:
+        """A checkpoint itself: ``what`` lies in ``slot`` and must be ``layers``."""
         if not self._payloads:
             return
-        for layer in range(self._manager.config.num_layers):
+        for layer, expected in enumerate(layers):
             recurrent, conv = self._manager.checkpoints(layer)
-            for life in lives:
-                slot = life.checkpoint_slot
-                what = f"checkpoint slot {slot} of {life.handle} in layer {layer} at {life.committed_len}"
-                _compare(what, life, layer, recurrent[slot], None if conv is None else conv[slot])
+            _compare(
+                f"{what}, checkpoint slot {slot} in layer {layer}",
+                expected,
+                recurrent[slot],
+                None if conv is None else conv[slot],
+            )
 
     def counters(self) -> None:
-        """Clamps, dropped ends and wasted windows."""
+        """Clamps, dropped ends, wasted windows and misplaced rows."""
         counted = self.call(self._manager.counters)
-        for name in ("clamps", "dropped_ends", "wasted_windows"):
+        for name in ("clamps", "dropped_ends", "wasted_windows", "misplaced_rows"):
             self.equal(f"counter {name}", getattr(counted, name), getattr(self, name))
 
     def integrity(self) -> None:
         self.call(self._manager.check_integrity)
 
 
-def _compare(what: str, life: Life, layer: int, recurrent: torch.Tensor, conv: torch.Tensor | None) -> None:
-    expected = life.layers[layer]
+def _compare(what: str, expected: Expected, recurrent: torch.Tensor, conv: torch.Tensor | None) -> None:
     error = _error(recurrent, expected.state.recurrent)
     if not error <= expected.tolerance:
         raise Differs(f"state of {what} is off by {error:.3g}, more than {expected.tolerance:.3g}")

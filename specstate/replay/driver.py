@@ -8,6 +8,7 @@ import torch
 from specstate.config import StateConfig
 from specstate.manager import StateManager
 from specstate.metadata import Handle
+from specstate.prefixes import PrefixKey
 from specstate.replay.checks import Checks, Differs
 from specstate.replay.model import Expected, Life, Model
 from specstate.replay.steps import OpenStep, Verifier
@@ -26,10 +27,14 @@ from specstate.trace.schema import (
     Header,
     Load,
     Preempt,
+    Publish,
     Read,
     Release,
+    Reserve,
+    Restore,
     Resume,
     Retract,
+    Return,
     SetParams,
     StepFlush,
     TraceError,
@@ -63,6 +68,10 @@ class Driver:
         self._verifier = Verifier(self._model, self._checks, header.config.num_layers, self._payloads)
         self._lives: dict[Handle, Life] = {}
         self._preempted: dict[str, Life] = {}
+        self._prefixes: dict[PrefixKey, list[Expected]] = {}
+        """What is published, or was until it was evicted."""
+        self._ended_blocks: list[tuple[str, int, list[Expected]]] = []
+        """Of a step that is ending: boundary checkpoints in the caller's slots."""
         self._steps: dict[int, OpenStep] = {}
         self._apply: dict[type[Event], Callable[[Any], list[Life]]] = {
             Admit: self._admit,
@@ -73,6 +82,10 @@ class Driver:
             Retract: self._preempt,
             Resume: self._resume,
             Discard: self._discard,
+            Publish: self._publish,
+            Restore: self._restore,
+            Reserve: self._reserve,
+            Return: self._return,
             BeginStep: self._begin_step,
             StepFlush: self._step_flush,
             Commit: self._end_step,
@@ -129,8 +142,11 @@ class Driver:
                 states = None
         self._checks.call(lambda: self._manager.load(event.handle, states, event.committed_len))
         life.windows.clear()
-        life.stand_at(event.committed_len)
-        life.finished = False
+        life.stood.clear()
+        life.stand_at(event.committed_len, self._config.record_capacity)
+        life.finished, life.boundary_len = False, 0
+        if not event.in_place:
+            life.checkpoint_slot = life.home_slot
         self._checks.only_slots_changed({life.checkpoint_slot})
         return [life]
 
@@ -160,6 +176,7 @@ class Driver:
         else:
             self._checks.call(lambda: self._manager.preempt(event.handle, fold=event.fold))
         if isinstance(event, Retract) or event.fold:
+            life.checkpoint_slot, life.boundary_slot, life.boundary_len = life.home_slot, 0, 0
             self._folded([life])
         else:  # what its step has verified may have been folded there, and its end will not say so
             life.layers = [self._model.folded(expected) for expected in life.layers]
@@ -176,8 +193,14 @@ class Driver:
         handle = self._checks.call(lambda: self._manager.resume(name))
         slot = int(self._manager.checkpoint_slots([handle])[0])
         self._checks.equal("handle", handle, event.handle)
-        self._checks.equal("checkpoint slot", slot, event.checkpoint_slot)
-        life = self._lives[handle] = self._model.continued(self._preempted.pop(name), handle, slot)
+        preempted = self._preempted.pop(name)
+        life = self._lives[handle] = self._model.continued(preempted, handle, event.checkpoint_slot)
+        if preempted.checkpoint_slot:  # else it had none
+            life.checkpoint_slot = preempted.checkpoint_slot
+            life.stood |= preempted.stood
+            life.boundary_slot, life.boundary_len = preempted.boundary_slot, preempted.boundary_len
+            life.boundary_layers = preempted.boundary_layers
+        self._checks.equal("checkpoint slot", slot, life.checkpoint_slot)
         self._checks.only_slots_changed({slot})
         return [life]
 
@@ -193,7 +216,53 @@ class Driver:
         self._checks.call(lambda: self._manager.fence("drop"))
         self._lives.clear()
         self._preempted.clear()
+        self._prefixes.clear()
         self._checks.only_slots_changed(set())
+        return []
+
+    def _publish(self, event: Publish) -> list[Life]:
+        life, key = self._life(event.handle), event.key
+        self._checks.call(lambda: self._manager.publish(event.handle, key))
+        slot = self._manager.published().get(key)
+        self._checks.equal("checkpoint slot", slot, event.checkpoint_slot)
+        if key not in self._prefixes:
+            self._prefixes[key] = self._published_layers(life, key.num_tokens)
+            if key.num_tokens == life.boundary_len and life.open_step is None:
+                life.boundary_slot = life.boundary_len = 0  # handed over
+        self._checks.only_slots_changed({event.checkpoint_slot})
+        self._checks.compare_slot(f"{key}", event.checkpoint_slot, self._prefixes[key])
+        return [life]
+
+    def _published_layers(self, life: Life, num_tokens: int) -> list[Expected]:
+        if num_tokens == life.committed_len:
+            layers = life.layers
+        elif num_tokens == life.boundary_len:
+            layers = life.boundary_layers
+        elif num_tokens in life.stood:
+            layers = life.stood[num_tokens]
+        else:
+            raise Differs(f"{life.handle} never stood at {num_tokens} tokens, and publishing them was not refused")
+        return [self._model.folded(expected) for expected in layers]
+
+    def _restore(self, event: Restore) -> list[Life]:
+        name, key = event.handle.request_id, event.key
+        handle = self._checks.call(lambda: self._manager.restore(key, name, event.sampling))
+        slot = int(self._manager.checkpoint_slots([handle])[0])
+        self._checks.equal("handle", handle, event.handle)
+        self._checks.equal("checkpoint slot", slot, event.checkpoint_slot)
+        if key not in self._prefixes:
+            raise Differs(f"{key} was never published, and restoring it was not refused")
+        life = self._lives[handle] = self._model.restored(self._prefixes[key], handle, slot, key.num_tokens)
+        self._checks.only_slots_changed({slot})
+        return [life]
+
+    def _reserve(self, event: Reserve) -> list[Life]:
+        slots = self._checks.call(lambda: self._manager.reserve_checkpoints(len(event.checkpoint_slots)))
+        self._checks.equal("reserved slots", tuple(slots), event.checkpoint_slots)
+        return []
+
+    def _return(self, event: Return) -> list[Life]:
+        self._checks.call(lambda: self._manager.return_checkpoints(event.checkpoint_slots))
         return []
 
     def _begin_step(self, event: BeginStep) -> list[Life]:
@@ -203,7 +272,11 @@ class Driver:
                 f"pad_to = {list(event.pad_to)} is beyond the {MAX_PADDED} that a replay runs; backend 'metadata' "
                 "replays it without payloads"
             )
-        step = self._checks.call(lambda: self._manager.begin_step(metadata, event.pad_to))
+        table, positions = (
+            None if column is None else torch.tensor(column, dtype=torch.int32, device=self._device)
+            for column in (event.block_table, event.positions)
+        )
+        step = self._checks.call(lambda: self._manager.begin_step(metadata, event.pad_to, table, positions))
         self._checks.equal("number of the step", step.index, event.step)
         rows = [None if handle is None else self._life(handle) for handle in metadata.handles]
         for life in rows:
@@ -212,6 +285,12 @@ class Driver:
                     raise Differs(f"{life.handle} is in step {life.open_step}, still open, and was not refused")
                 life.open_step = event.step
         open_step = self._steps[event.step] = OpenStep(step, metadata, rows)
+        if event.block_table is None or event.positions is None:
+            for life, slot in zip(rows, step.boundary_slots.tolist(), strict=False):
+                if life is not None:
+                    life.boundary_slot = slot
+        else:
+            open_step.lines = [self._line(event, row, life) for row, life in enumerate(rows)]
         self._checks.device_rows(step, rows, metadata)
         self._checks.only_slots_changed(set())
         return open_step.lives
@@ -240,11 +319,17 @@ class Driver:
             self._checks.call(lambda: step.commit(counts, finished=finished))
         else:
             raise Differs("a commit folds every row, it has no eager mask")
+        written: set[int] = set()
         for row, life in enumerate(open_step.rows):
             if life is not None:
-                self._accept(open_step, row, life, event)
+                written |= self._accept(open_step, row, life, event)
         self._checks.dropped_ends += open_step.num_released
-        return self._ended(open_step)
+        lives = self._ended(open_step, written)
+        for life in lives:
+            if life.boundary_slot and life.boundary_len:
+                what = f"boundary of {life.handle} at {life.boundary_len}"
+                self._checks.compare_slot(what, life.boundary_slot, life.boundary_layers)
+        return lives
 
     def _cancel(self, event: Cancel) -> list[Life]:
         return self._cancel_step(self._open(event.step))
@@ -271,8 +356,8 @@ class Driver:
 
     # -- ends of steps
 
-    def _accept(self, open_step: OpenStep, row: int, life: Life, event: Commit | Defer) -> None:
-        """What one row's end must do: the count clamped, or 0 once the request has finished."""
+    def _accept(self, open_step: OpenStep, row: int, life: Life, event: Commit | Defer) -> set[int]:
+        """What one row's end must do: the count clamped, or 0 once the request has finished; slots it may write."""
         count, accepted = event.num_accepted[row], 0
         if life.finished and not open_step.is_prompt(row):
             self._checks.wasted_windows += 1
@@ -280,20 +365,64 @@ class Driver:
             accepted = min(max(count, open_step.least_accepted(row)), open_step.metadata.query_lens[row])
             self._checks.clamps += accepted != count
             life.finished = event.finished is not None and event.finished[row]
-        if self._payloads:
-            life.layers = [open_step.prefixes[layer][row][accepted] for layer in range(self._config.num_layers)]
-        life.stand_at(life.committed_len + accepted)
+        before, written = life.committed_len, {life.checkpoint_slot}
+        boundary = self._config.block_size and (before + accepted) // self._config.block_size * self._config.block_size
+        if boundary is not None and boundary > before:
+            states = [self._model.folded(state) for state in self._prefix(open_step, row, boundary - before)]
+            written |= self._cross(open_step, row, life, boundary, before + accepted, states)
+        life.layers = self._prefix(open_step, row, accepted)
+        life.stand_at(before + accepted, self._config.record_capacity)
+        return written
+
+    def _prefix(self, open_step: OpenStep, row: int, accepted: int) -> list[Expected]:
+        """The states after ``accepted`` tokens of a row's window; none without payloads."""
+        if not self._payloads:
+            return []
+        return [open_step.prefixes[layer][row][accepted] for layer in range(self._config.num_layers)]
+
+    def _cross(
+        self, open_step: OpenStep, row: int, life: Life, boundary: int, after: int, states: list[Expected]
+    ) -> set[int]:
+        """A row reaches a boundary: where its checkpoint goes, and where a block table moves the running one."""
+        if open_step.lines is None:
+            if life.boundary_slot:
+                life.boundary_len, life.boundary_layers = boundary, states
+            return {life.boundary_slot}
+        line, block_size = open_step.lines[row], self._config.block_size
+        if not line or block_size is None:
+            return set()
+        ends, runs = boundary // block_size - 1, min(after // block_size, len(line) - 1)
+        life.checkpoint_slot = line[runs] or life.checkpoint_slot
+        if ends >= len(line) or not line[ends]:
+            return {life.checkpoint_slot}
+        if line[ends] != life.checkpoint_slot:
+            self._ended_blocks.append((f"block {ends} of {life.handle}", line[ends], states))
+        return {life.checkpoint_slot, line[ends]}
+
+    def _line(self, event: BeginStep, row: int, life: Life | None) -> tuple[int, ...]:
+        """A row's line of the block table; empty when it is not to be used."""
+        if life is None or event.block_table is None or event.positions is None:
+            return ()
+        entry = row if event.metadata.batch_index is None else event.metadata.batch_index[row]
+        if event.positions[entry] != life.committed_len:
+            self._checks.misplaced_rows += 1
+            return ()
+        num_slots = self._config.num_checkpoints
+        return tuple(slot if 0 < slot <= num_slots else 0 for slot in event.block_table[entry])
 
     def _cancel_step(self, open_step: OpenStep) -> list[Life]:
         self._checks.call(open_step.step.cancel)
         return self._ended(open_step)
 
-    def _ended(self, open_step: OpenStep) -> list[Life]:
+    def _ended(self, open_step: OpenStep, written: set[int] | None = None) -> list[Life]:
         del self._steps[open_step.step.index]
         lives = open_step.lives
         for life in lives:
             life.open_step = None
-        self._folded(lives)
+        self._folded(lives, written)
+        for what, slot, states in self._ended_blocks:
+            self._checks.compare_slot(what, slot, states)
+        self._ended_blocks.clear()
         return lives
 
     # -- inside
@@ -317,14 +446,20 @@ class Driver:
         self._checks.call(lambda: self._manager.fence("flush"))
         lives = [*self._lives.values(), *self._preempted.values()]
         self._folded(lives)
-        self._checks.compare_checkpoints([life for life in lives if life.checkpoint_slot])
+        for life in lives:
+            if life.checkpoint_slot:
+                self._checks.compare_slot(f"{life.handle} at {life.committed_len}", life.checkpoint_slot, life.layers)
+        for key, layers in self._prefixes.items():
+            if (slot := self._manager.published().get(key)) is not None:
+                self._checks.compare_slot(f"{key}", slot, layers)
         return [*self._lives.values()]
 
-    def _folded(self, lives: list[Life]) -> None:
-        """Whatever was called may have folded the records of ``lives``, and written no other checkpoint."""
+    def _folded(self, lives: list[Life], written: set[int] | None = None) -> None:
+        """Whatever was called may have folded the records of ``lives``; it wrote no checkpoint beside ``written``."""
         for life in lives:
             life.layers = [self._model.folded(expected) for expected in life.layers]
-        self._checks.only_slots_changed({life.checkpoint_slot for life in lives if life.checkpoint_slot})
+        slots = {life.checkpoint_slot for life in lives} | (written or set())
+        self._checks.only_slots_changed(slots - {0})
 
     def _as_stored(self, expected: Expected) -> tuple[torch.Tensor, torch.Tensor | None]:
         recurrent = expected.state.recurrent.to(self._device, DTYPES[self._config.checkpoint_dtype])

@@ -52,6 +52,7 @@ class ExpectedToken(NamedTuple):
     u: torch.Tensor  # [H, V] float64
     key: torch.Tensor  # [H, K] float64
 
+
 #: Tokens of a load whose inputs are derived together.
 LOADED_AT_ONCE = 256
 
@@ -70,6 +71,14 @@ class Life:
     committed_len: int = 0
     finished: bool = False
     open_step: int | None = None
+    stood: dict[int, list[Expected]] = field(default_factory=dict)
+    """What it had in its layers at positions where it stood: wherever its checkpoint may stand still."""
+    home_slot: int = 0
+    """Its own checkpoint slot; a block table may have moved its checkpoint elsewhere."""
+    boundary_slot: int = 0
+    boundary_len: int = 0
+    boundary_layers: list[Expected] = field(default_factory=list)
+    """Its own boundary checkpoint; at 0: none."""
     windows: dict[int, int] = field(default_factory=dict)
     """By position: in how many windows it was verified. Committed positions are left out: they do not come again."""
 
@@ -80,8 +89,17 @@ class Life:
         self.windows.update((position, attempt + 1) for position, attempt in zip(positions, attempts, strict=True))
         return attempts
 
-    def stand_at(self, committed_len: int) -> None:
+    def __post_init__(self) -> None:
+        self.home_slot = self.checkpoint_slot
+        self.stood[self.committed_len] = self.layers
+
+    def stand_at(self, committed_len: int, capacity: int) -> None:
+        """At the states in ``layers``; its checkpoint stands no more than ``capacity`` tokens behind."""
         self.committed_len = committed_len
+        self.stood[committed_len] = self.layers
+        self.stood = {
+            position: layers for position, layers in self.stood.items() if position >= committed_len - capacity
+        }
         self.windows = {position: n for position, n in self.windows.items() if position >= committed_len}
 
 
@@ -124,6 +142,10 @@ class Model:
             source.committed_len,
             source.finished,
         )
+
+    def restored(self, layers: list[Expected], handle: Handle, checkpoint_slot: int, committed_len: int) -> Life:
+        """A new life at a published state."""
+        return Life(handle, checkpoint_slot, life_key(self.seed, handle), list(layers), committed_len)
 
     def loaded(self, life: Life, committed_len: int) -> list[Expected]:
         """The states after the life's first tokens, each in its first attempt, as a checkpoint holds them."""

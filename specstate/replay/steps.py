@@ -21,6 +21,8 @@ class OpenStep:
     metadata: StepMetadata
     rows: list[Life | None]
     """None: dummies, and from then on requests that were released."""
+    lines: list[tuple[int, ...]] | None = None
+    """By row, what the caller's block table says; None without one. A line that is not used is empty."""
     attempts: list[list[int]] | None = None
     """By row, from the first verify on: see ``Life.attempts``."""
     num_verified: int = 0

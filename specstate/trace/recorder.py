@@ -2,6 +2,7 @@
 
 import os
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -13,8 +14,14 @@ from specstate.errors import SpecStateError, shown
 from specstate.limits import INT32_MAX, INT64_MAX
 from specstate.trace.schema import EVENTS, End, Header, TraceError
 
-#: What a caller hands to the end of a step, and what an entry of it becomes in the trace.
-_COLUMNS = {"num_accepted": lambda count: min(max(int(count), 0), INT32_MAX), "eager": bool, "finished": bool}
+#: What a caller hands to a step, and what an entry of it becomes in the trace.
+_COLUMNS: dict[str, Callable[[Any], Any]] = {
+    "num_accepted": lambda count: min(max(int(count), 0), INT32_MAX),
+    "eager": bool,
+    "finished": bool,
+    "block_table": tuple,
+    "positions": int,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +30,8 @@ class _Pending:
 
     kind: str
     fields: dict[str, Any]
-    num_rows: int
+    num_entries: int
+    """Of its columns that are written: by row at the end of a step, as the caller's when it begins."""
     arrived: torch.cuda.Event | None
 
 
@@ -96,15 +104,16 @@ class TraceRecorder:
         """One transition that has happened; the fields are those of its event. Never waits for the device."""
         if self._closed or self._failure is not None:
             return
-        num_rows = 0
+        num_entries = 0
         if kind == "begin_step":
             self._num_rows[fields["step"]] = len(fields["metadata"].handles)
+            num_entries = fields["metadata"].num_entries
         elif kind in ("commit", "defer", "cancel"):
-            num_rows = self._num_rows.pop(fields["step"], 0)
+            num_entries = self._num_rows.pop(fields["step"], 0)
         if self._progress:
             fields["verified"], self._progress = self._progress, {}
         arrived = _copy_to_host(fields)
-        self._queue.append(_Pending(kind, fields, num_rows, arrived))
+        self._queue.append(_Pending(kind, fields, num_entries, arrived))
         self._drain(wait=False)
 
     def progress(self, step: int, verified: int, written: int) -> None:
@@ -212,11 +221,11 @@ def _copy_to_host(fields: dict[str, Any]) -> "torch.cuda.Event | None":
 
 
 def _host_fields(pending: _Pending) -> dict[str, Any]:
-    """The fields as their model takes them: columns as tuples, without the padded rows."""
+    """The fields as their model takes them: columns as tuples, without what no row reads."""
     fields = pending.fields
     for name, convert in _COLUMNS.items():
         column = fields.get(name)
         if column is not None:
             values = column.tolist() if isinstance(column, torch.Tensor) else column
-            fields[name] = tuple(convert(value) for value in values[: pending.num_rows])
+            fields[name] = tuple(convert(value) for value in values[: pending.num_entries])
     return fields

@@ -12,6 +12,7 @@ from specstate.config import StateConfig
 from specstate.errors import SpecStateError
 from specstate.limits import INT32_MAX, MAX_COMMITTED_LEN, MAX_STEP_SIZE
 from specstate.metadata import Handle, StepMetadata, check_lengths
+from specstate.prefixes import PrefixKey
 from specstate.sampling import SamplingParams
 
 TRACE_VERSION = 1
@@ -32,6 +33,8 @@ def _named_life(handle: Handle) -> Handle:
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 StepSize = Annotated[int, Field(ge=0, le=MAX_STEP_SIZE)]
 CheckedHandle = Annotated[Handle, AfterValidator(_named_life)]
+CheckpointSlot = Annotated[int, Field(ge=1, le=INT32_MAX)]
+_Int32 = Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX)]
 
 
 class _Line(BaseModel):
@@ -80,7 +83,7 @@ class Event(_Line):
 class Admit(Event):
     kind: Literal["admit"] = "admit"
     handle: CheckedHandle
-    checkpoint_slot: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    checkpoint_slot: CheckpointSlot
     sampling: SamplingParams
 
 
@@ -103,7 +106,7 @@ class Fork(Event):
     kind: Literal["fork"] = "fork"
     handle: CheckedHandle
     handles: Annotated[tuple[CheckedHandle, ...], Field(min_length=1)]
-    checkpoint_slots: tuple[Annotated[int, Field(ge=1, le=INT32_MAX)], ...]
+    checkpoint_slots: tuple[CheckpointSlot, ...]
     sampling: tuple[SamplingParams, ...]
 
     @model_validator(mode="after")
@@ -132,7 +135,7 @@ class Resume(Event):
 
     kind: Literal["resume"] = "resume"
     handle: CheckedHandle
-    checkpoint_slot: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    checkpoint_slot: CheckpointSlot
 
 
 class Discard(Event):
@@ -149,6 +152,39 @@ class Fence(Event):
     mode: Literal["flush", "drop"]
 
 
+class Publish(Event):
+    """The state of a request at ``key.num_tokens`` has a checkpoint slot of its own, or had it already."""
+
+    kind: Literal["publish"] = "publish"
+    handle: CheckedHandle
+    key: PrefixKey
+    checkpoint_slot: CheckpointSlot
+
+
+class Restore(Event):
+    """A new request stands at ``key.num_tokens``, with a copy of what was published there."""
+
+    kind: Literal["restore"] = "restore"
+    handle: CheckedHandle
+    key: PrefixKey
+    checkpoint_slot: CheckpointSlot
+    sampling: SamplingParams
+
+
+class Reserve(Event):
+    """Slots for the caller's block tables."""
+
+    kind: Literal["reserve"] = "reserve"
+    checkpoint_slots: Annotated[tuple[CheckpointSlot, ...], Field(min_length=1)]
+
+
+class Return(Event):
+    """The caller gave reserved slots back."""
+
+    kind: Literal["return"] = "return"
+    checkpoint_slots: tuple[CheckpointSlot, ...]
+
+
 class BeginStep(Event):
     kind: Literal["begin_step"] = "begin_step"
     step: Count
@@ -157,10 +193,21 @@ class BeginStep(Event):
     """The rows, in columns."""
     pad_to: tuple[StepSize, StepSize] | None = None
     """Rows and tokens that the device saw, padding included; None without padding."""
+    block_table: tuple[tuple[_Int32, ...], ...] | None = None
+    """The caller's slots for boundary checkpoints, entry batch_index[i] for row i; None for none."""
+    positions: tuple[_Int32, ...] | None = None
+    """With it: tokens that each entry's row had committed by the caller's account."""
 
     @model_validator(mode="after")
     def _rows_in_range(self) -> Self:
         metadata = self.metadata
+        if (self.block_table is None) != (self.positions is None):
+            raise ValueError("block_table and positions go together")
+        for name, column in (("block_table", self.block_table), ("positions", self.positions)):
+            if column is not None and len(column) < metadata.num_entries:
+                raise ValueError(f"{name} has {len(column)} entries, the rows read {metadata.num_entries}")
+        if len({*map(len, self.block_table or ())}) > 1:
+            raise ValueError("the lines of block_table differ in length")
         if sum(metadata.query_lens) > MAX_STEP_SIZE:
             raise ValueError(f"query_lens add up to {sum(metadata.query_lens)}, more than {MAX_STEP_SIZE}")
         for handle in metadata.handles:
@@ -243,6 +290,7 @@ EVENTS: dict[str, type[Event]] = {
     model.model_fields["kind"].default: model
     for model in (
         *(Admit, Load, Release, Fork, Preempt, Retract, Resume, Discard),
+        *(Publish, Restore, Reserve, Return),
         *(BeginStep, StepFlush, Commit, Defer, Cancel),
         *(Flush, Fence, Read, SetParams, Digest),
     )

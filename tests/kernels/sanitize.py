@@ -1,7 +1,7 @@
 """Every kernel a few times over on a GPU, small and without pytest, for a memory checker to watch.
 
-    compute-sanitizer --tool memcheck python -m tests.kernels.sanitize
-    compute-sanitizer --tool racecheck python -m tests.kernels.sanitize
+compute-sanitizer --tool memcheck python -m tests.kernels.sanitize
+compute-sanitizer --tool racecheck python -m tests.kernels.sanitize
 """
 
 import sys

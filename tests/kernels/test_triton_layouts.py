@@ -230,7 +230,7 @@ def test_record_offsets_beyond_two_to_the_31(device: str) -> None:
     config = config.model_copy(update={"max_requests": rows, "num_checkpoints": rows})
     manager = StateManager(config, make_params(config, device=device), device, backend="triton")
     # Slots are handed out in order, so only the last of them are wanted.
-    manager._record_slots._free = [rows - 1]
+    manager._ledger.record_slots._free = [rows - 1]
     handle, twin = manager.admit("last"), make_twin(config)
     assert handle.record_slot * 2 * 64 * 2 * 256 >= 2**31
     # Outputs come rounded to bf16, once.
