@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from specstate.backends import DeviceCounters, LayerState
     from specstate.manager import StateManager
     from specstate.metadata import Handle, StepMetadata
+    from specstate.metrics import Folds, Metrics
     from specstate.params import LayerParams
     from specstate.sampling import HostCopy, HostSample, SampleResult, SamplingParams
     from specstate.step import Step
@@ -27,12 +28,14 @@ __all__ = [
     "BytePlan",
     "CapacityError",
     "DeviceCounters",
+    "Folds",
     "Handle",
     "HostCopy",
     "HostSample",
     "KDALayerSpec",
     "LayerParams",
     "LayerState",
+    "Metrics",
     "SampleResult",
     "SamplingParams",
     "SpecStateError",
@@ -50,11 +53,13 @@ __all__ = [
 
 _LAZY = {
     "DeviceCounters": "specstate.backends",
+    "Folds": "specstate.metrics",
     "Handle": "specstate.metadata",
     "HostCopy": "specstate.sampling",
     "HostSample": "specstate.sampling",
     "LayerParams": "specstate.params",
     "LayerState": "specstate.backends",
+    "Metrics": "specstate.metrics",
     "SampleResult": "specstate.sampling",
     "SamplingParams": "specstate.sampling",
     "StateManager": "specstate.manager",

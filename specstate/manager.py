@@ -28,6 +28,7 @@ from specstate.metrics import Metrics, per_position
 from specstate.params import LayerParams, check_params
 from specstate.preempted import Preempted
 from specstate.prefixes import PrefixKey
+from specstate.profiling import phase
 from specstate.requests import Request
 from specstate.sampling import SamplingParams
 from specstate.step import DroppedEnds, Step, StepHost
@@ -127,6 +128,7 @@ class StateManager:
         self._record("admit", handle=handle, checkpoint_slot=checkpoint_slot, sampling=sampling)
         return handle
 
+    @phase("specstate::load")
     def load(self, handle: Handle, states: Any, committed_len: int) -> None:
         """Puts a request at ``committed_len`` with a state made elsewhere (a prefill); what it had before is gone.
 
@@ -155,6 +157,7 @@ class StateManager:
 
     # -- between lives
 
+    @phase("specstate::fork")
     def fork(
         self, handle: Handle, request_ids: Sequence[str], sampling: Sequence[SamplingParams] | None = None
     ) -> list[Handle]:
@@ -202,6 +205,7 @@ class StateManager:
         )
         return handles
 
+    @phase("specstate::preempt")
     def preempt(self, handle: Handle, fold: bool = False) -> None:
         """Ends a request's life but keeps its state on the device until ``resume``; the handle is stale from here on.
 
@@ -219,6 +223,7 @@ class StateManager:
         self._put_aside(request, preempted)
         self._record("preempt", handle=handle, fold=fold)
 
+    @phase("specstate::retract")
     def retract(self, handle: Handle) -> None:
         """Like ``preempt(handle, fold=True)``, but the checkpoint moves to the host and frees its slot, too.
 
@@ -236,6 +241,7 @@ class StateManager:
         self._put_aside(request, preempted)
         self._record("retract", handle=handle)
 
+    @phase("specstate::resume")
     def resume(self, request_id: str) -> Handle:
         """A preempted or retracted request lives again, where it stood, under a handle of another generation.
 
@@ -281,6 +287,7 @@ class StateManager:
 
     # -- published prefixes
 
+    @phase("specstate::publish")
     def publish(self, handle: Handle, key: PrefixKey | Sequence[int]) -> None:
         """Keeps the state after exactly ``key.num_tokens`` tokens of a request in a checkpoint slot of its own.
 
@@ -311,6 +318,7 @@ class StateManager:
         """Whether ``restore`` would find it; counts neither as a hit nor as a use."""
         return (key if isinstance(key, PrefixKey) else PrefixKey.of(key)) in self._ledger.prefixes
 
+    @phase("specstate::restore")
     def restore(
         self, key: PrefixKey | Sequence[int], request_id: str, sampling: SamplingParams | None = None
     ) -> Handle:
@@ -397,6 +405,7 @@ class StateManager:
 
     # -- steps
 
+    @phase("specstate::begin_step")
     def begin_step(
         self,
         metadata: StepMetadata,
@@ -505,6 +514,7 @@ class StateManager:
         self._captures[capture.shape] = capture
         return capture.recorded
 
+    @phase("specstate::flush")
     def flush(self, handles: Sequence[Handle] | None = None) -> None:
         """Folds everything pending of ``handles``, or of all requests; afterwards checkpoints are the committed states.
 
@@ -574,12 +584,13 @@ class StateManager:
         """Counters since the manager was built, and what is in use now; waits for the device."""
         counted, ledger = self.counters(), self._ledger
         owners = [*self._requests, *self._preempted]
+        accepted_per_position, accepted_tokens = per_position(counted.accepted)
         return Metrics(
             windows=counted.windows,
             drafts=sum(counted.accepted),
             draft_tokens=counted.draft_tokens,
-            accepted_tokens=sum((count - 1) * n for count, n in enumerate(counted.accepted) if count),
-            accepted_per_position=per_position(counted.accepted),
+            accepted_tokens=accepted_tokens,
+            accepted_per_position=accepted_per_position,
             folds=counted.folds,
             pending_rows=sum(self._pending_len(request) > 0 for request in self._requests),
             late_ends_dropped=counted.dropped_ends,

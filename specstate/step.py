@@ -17,6 +17,7 @@ from specstate.config import StateConfig
 from specstate.errors import SpecStateError, StepOrderError, shown
 from specstate.integrity import check_counts
 from specstate.metadata import StepMetadata
+from specstate.profiling import phase
 from specstate.requests import Request
 from specstate.sampling import SampleResult
 
@@ -146,6 +147,7 @@ class Step:
 
     # -- transitions
 
+    @phase("specstate::step_flush")
     def flush(self) -> None:
         """Folds everything pending of the step's rows, for a verify that reads checkpoints and does not replay.
 
@@ -165,6 +167,7 @@ class Step:
             request.may_be_pending = False
         self._record("step_flush")
 
+    @phase("specstate::verify")
     def verify(
         self,
         layer: int,
@@ -190,6 +193,7 @@ class Step:
         self._mark_verified(layer)
         return result
 
+    @phase("specstate::write_records")
     def write_records(
         self, layer: int, u: torch.Tensor, key: torch.Tensor, gate: torch.Tensor, conv_input: torch.Tensor | None = None
     ) -> None:
@@ -211,6 +215,7 @@ class Step:
         self._num_written += 1
         self._mark_verified(layer)
 
+    @phase("specstate::replayed")
     def replayed(self, what: str) -> None:
         """The graph that holds this step's calls was replayed: moves the lifecycle as the calls would have.
 
@@ -248,6 +253,7 @@ class Step:
         self._rows = self._rows.copy()
         self._samples = [sample.copy_for(self) for sample in recorded._samples]
 
+    @phase("specstate::sample")
     def sample(
         self, target_logits: torch.Tensor, draft_tokens: torch.Tensor, draft_probs: torch.Tensor | None = None
     ) -> SampleResult:
@@ -272,6 +278,7 @@ class Step:
         self._samples.append(SampleResult(self, *sampled))
         return self._samples[-1]
 
+    @phase("specstate::commit")
     def commit(self, num_accepted: Any, finished: Any = None) -> None:
         """Accepts and folds everything of the step's rows now, older pending records included, under every policy.
 
@@ -284,6 +291,7 @@ class Step:
         """
         self._end("commit", num_accepted, eager=None, finished=finished)
 
+    @phase("specstate::defer")
     def defer(self, num_accepted: Any, eager: Any = None, finished: Any = None) -> None:
         """Accepts as the fold policy says: "eager" folds now, "deferred" in the next verify, "ring" when R runs short.
 
@@ -293,6 +301,7 @@ class Step:
         """
         self._end("defer", num_accepted, eager, finished)
 
+    @phase("specstate::cancel")
     def cancel(self) -> None:
         """Ends the step and commits nothing of its window. Layers that did not verify fold what the others folded."""
         self._check_open("cancel", waiting=True)

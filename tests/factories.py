@@ -1,11 +1,11 @@
 """Small configs, parameters, inputs and managers, and a model of what a manager's requests must hold."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
-from specstate import KDALayerSpec, LayerParams, StateConfig, StateManager, StepMetadata
+from specstate import Folds, KDALayerSpec, LayerParams, Metrics, StateConfig, StateManager, StepMetadata
 from specstate.metadata import Handle
 from specstate.oracle import Oracle, OracleState
 from specstate.step import Step
@@ -53,6 +53,17 @@ def make_manager(config: StateConfig | None = None, device: str | torch.device =
     """A manager over ``make_params``, in debug mode unless told otherwise."""
     config = config or make_config()
     return StateManager(config, make_params(config, device=device), device=device, **{"debug": True, **options})
+
+
+def make_folds(**changes: int) -> Folds:
+    """None but ``changes``."""
+    return Folds(**{field.name: 0 for field in fields(Folds)} | changes)
+
+
+def make_metrics(**changes: Any) -> Metrics:
+    """Those of a manager, for windows of 4, to which nothing has happened but ``changes``."""
+    nothing = {field.name: 0 for field in fields(Metrics)}
+    return Metrics(**{**nothing, "accepted_per_position": (0, 0, 0), "folds": make_folds(), **changes})
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,9 @@ def roots(modules: object) -> set[str]:
 
 def test_import_adds_no_triton_and_nothing_optional_and_touches_no_device() -> None:
     answer = probe(PROBE)
-    assert roots(answer["added"]).isdisjoint({"triton", "fla", "einops", "safetensors", "argcomplete", "pytest"})
+    assert roots(answer["added"]).isdisjoint(
+        {"triton", "fla", "einops", "safetensors", "argcomplete", "prometheus_client", "pytest"}
+    )
     assert answer["cuda"] is False
 
 
@@ -52,7 +54,9 @@ def test_every_public_name_is_there_and_adds_no_triton() -> None:
         " 'cuda': torch.cuda.is_initialized()}))"
     )
     assert answer["missing"] == []
-    assert roots(answer["added"]).isdisjoint({"triton", "fla", "einops", "safetensors", "argcomplete"})
+    assert roots(answer["added"]).isdisjoint(
+        {"triton", "fla", "einops", "safetensors", "argcomplete", "prometheus_client"}
+    )
     assert answer["cuda"] is False
 
 
@@ -63,6 +67,15 @@ def test_a_plan_needs_no_torch() -> None:
         "print(json.dumps({'loaded': sorted(sys.modules)}))"
     )
     assert roots(answer["loaded"]).isdisjoint({"torch", "triton", "numpy"})
+
+
+def test_metrics_need_neither_torch_nor_a_client_of_prometheus() -> None:
+    answer = probe(
+        "import json, sys, specstate, specstate.prometheus\n"
+        "specstate.Metrics, specstate.Folds\n"
+        "print(json.dumps({'loaded': sorted(sys.modules)}))"
+    )
+    assert roots(answer["loaded"]).isdisjoint({"torch", "triton", "numpy", "prometheus_client"})
 
 
 def test_names_are_listed_and_others_refused() -> None:

@@ -4,12 +4,15 @@ Two kinds: ``TensorBackend`` holds payloads and runs kernels on a device, ``Meta
 Everything here happens in call order (on a GPU: in stream order), and nothing waits for the device unless it says so.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from specstate.batch import Batch
+from specstate.kernels import rows as at
+from specstate.metrics import Folds
 
 
 class LayerState(NamedTuple):
@@ -62,43 +65,38 @@ class LayerRecords(NamedTuple):
     """[tokens, C], or None without a conv."""
 
 
-class Folds(NamedTuple):
-    """Rows folded, by what asked for it; in the order of kernels/rows.py."""
-
-    at_end: int = 0
-    """Policy "eager", or a commit."""
-    when_full: int = 0
-    """Policy "ring", whose next window might not have fitted."""
-    by_mask: int = 0
-    """The ``eager`` mask."""
-    at_boundary: int = 0
-    """A boundary checkpoint was due."""
-    in_verify: int = 0
-    """Policy "deferred"."""
-    by_flush: int = 0
-    """A flush, or a transition that begins with one."""
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceCounters:
     """Events that only the device sees."""
 
-    clamps: int = 0
+    clamps: int
     """Accepted counts outside [min_accepted, query_len] that were clamped."""
-    dropped_ends: int = 0
+    dropped_ends: int
     """Row ends that met a slot of another generation."""
-    wasted_windows: int = 0
+    wasted_windows: int
     """Windows verified for a request that had already finished."""
-    misplaced_rows: int = 0
+    misplaced_rows: int
     """Rows of a block table whose position was not the request's; their line was not used."""
-    windows: int = 0
+    windows: int
     """Decode windows that ended."""
-    draft_tokens: int = 0
+    draft_tokens: int
     """Drafts in them."""
-    folds: Folds = Folds()  # noqa: RUF009, a NamedTuple
+    folds: Folds
     """Rows folded, by reason."""
-    accepted: tuple[int, ...] = ()
+    accepted: tuple[int, ...]
     """Windows with drafts, by accepted count 0 .. max_query_len, the first token included."""
+
+
+def folds_of(values: Sequence[int]) -> Folds:
+    """The device's counts of rows folded, in the order of kernels/rows.py, by name."""
+    return Folds(
+        at_end=values[at.FOLD_AT_END],
+        when_full=values[at.FOLD_WHEN_FULL],
+        by_mask=values[at.FOLD_BY_MASK],
+        at_boundary=values[at.FOLD_AT_BOUNDARY],
+        in_verify=values[at.FOLD_IN_VERIFY],
+        by_flush=values[at.FOLD_BY_FLUSH],
+    )
 
 
 class Backend(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specstate.backends import Cursor, DeviceCounters, Folds, LayerInputs, LayerRecords, LayerState
+from specstate.backends import Cursor, DeviceCounters, LayerInputs, LayerRecords, LayerState, folds_of
 from specstate.batch import Batch
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
@@ -89,7 +89,7 @@ class MetadataBackend:
         # Stands where it is: windows of a finished request accept nothing.
         self._nobody = MetadataCursor(0, finished=True)
         self._clamps = self._wasted = self._misplaced = self._windows = self._draft_tokens = 0
-        self._folds = [0] * len(Folds._fields)
+        self._folds = [0] * (at.COUNT_ACCEPTED - at.COUNT_FOLDS)
         self._accepted = [0] * (config.max_query_len + 1)
 
     # -- slots
@@ -283,7 +283,7 @@ class MetadataBackend:
             misplaced_rows=self._misplaced,
             windows=self._windows,
             draft_tokens=self._draft_tokens,
-            folds=Folds(*self._folds),
+            folds=folds_of(self._folds),
             accepted=tuple(self._accepted),
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from specstate.backends import Cursor, DeviceCounters, Folds, LayerInputs, LayerRecords, LayerState
+from specstate.backends import Cursor, DeviceCounters, LayerInputs, LayerRecords, LayerState, folds_of
 from specstate.backends.ambient import shielded
 from specstate.backends.guard import LayerGuard
 from specstate.batch import Batch
@@ -329,7 +329,7 @@ class TensorBackend:
             misplaced_rows=values[at.COUNT_MISPLACED],
             windows=values[at.COUNT_WINDOWS],
             draft_tokens=values[at.COUNT_DRAFT_TOKENS],
-            folds=Folds(*values[at.COUNT_FOLDS : at.COUNT_ACCEPTED]),
+            folds=folds_of(values[at.COUNT_FOLDS : at.COUNT_ACCEPTED]),
             accepted=tuple(values[at.COUNT_ACCEPTED :]),
         )
 
