@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from specstate.metadata import Handle, StepMetadata
     from specstate.metrics import Folds, Metrics
     from specstate.params import LayerParams
+    from specstate.prefixes import PrefixKey
     from specstate.sampling import HostCopy, HostSample, SampleResult, SamplingParams
     from specstate.step import Step
     from specstate.trace import TraceError, TraceRecorder
@@ -36,6 +37,7 @@ __all__ = [
     "LayerParams",
     "LayerState",
     "Metrics",
+    "PrefixKey",
     "SampleResult",
     "SamplingParams",
     "SpecStateError",
@@ -60,6 +62,7 @@ _LAZY = {
     "LayerParams": "specstate.params",
     "LayerState": "specstate.backends",
     "Metrics": "specstate.metrics",
+    "PrefixKey": "specstate.prefixes",
     "SampleResult": "specstate.sampling",
     "SamplingParams": "specstate.sampling",
     "StateManager": "specstate.manager",

@@ -707,7 +707,8 @@ def test_dummy_rows_own_nothing(policy: str) -> None:
         step.defer(torch.tensor([77, 1 + seed % 3, -5]), eager=others, finished=others)
         twin.commit(window(inputs, 2, 5), 1 + seed % 3)
         twin.check(story.manager, handle)
-    assert story.manager.counters() == make_manager().counters()
+    counted = story.manager.counters()
+    assert (counted.clamps, counted.dropped_ends, counted.wasted_windows) == (0, 0, 0)
     story.manager.check_integrity()
 
 
@@ -1168,12 +1169,12 @@ CORRUPTIONS: dict[str, tuple[Callable[[Story], None], str]] = {
         r"'a'.*2 records are pending, the host knows of none",
     ),
     "a free slot with a cursor": (
-        lambda s: storage_of(s.manager).cursors[2].copy_(torch.tensor([0, 0, 5, 0])),
+        lambda s: storage_of(s.manager).cursors[2].copy_(torch.tensor([0, 0, 5, 0, 0, 0])),
         r"record slot 2 is free but its cursor is",
     ),
     "the scratch row with a cursor": (
         lambda s: storage_of(s.manager).cursors[-1, 1].fill_(1),
-        r"scratch row's cursor is \[0, 1, 0, 0\]",
+        r"scratch row's cursor is \[0, 1, 0, 0, 0, 0\]",
     ),
     "the null slot written": (corrupt_layer("recurrent", lambda s: 0), r"null slot was written in layer 1"),
     "the null slot's conv written": (corrupt_layer("conv", lambda s: 0), r"null slot was written in layer 1"),

@@ -145,10 +145,10 @@ def cancel_leaves_the_fold_half_done(patch: Patch) -> None:
 def advance_forgets_what_verify_folded(patch: Patch) -> None:
     right = cursors.advance
 
-    def advance(rows: torch.Tensor, *rest: Any) -> torch.Tensor:
-        rows = rows.clone()
-        rows[:, at.FOLD_LEN] = 0
-        return right(rows, *rest)
+    def advance(step: cursors.StepTensors, *rest: Any) -> torch.Tensor:
+        step = step.copy()
+        step.rows[:, at.FOLD_LEN] = 0
+        return right(step, *rest)
 
     patch.setattr(cursors, "advance", advance)
 
@@ -222,8 +222,9 @@ def records_that_wrap_are_misread(patch: Patch) -> None:
 def ring_folds_a_window_early(patch: Patch) -> None:
     right = cursors.advance
 
-    def advance(rows: Any, accepted: Any, fold: Any, table: Any, capacity: int | None, longest: int) -> torch.Tensor:
-        return right(rows, accepted, fold, table, capacity and capacity - longest, longest)
+    def advance(step: Any, accepted: Any, fold: Any, table: Any, counters: Any, config: Any, slots: int) -> torch.Tensor:
+        early = config.model_copy(update={"record_capacity": config.record_capacity - config.max_query_len})
+        return right(step, accepted, fold, table, counters, early, slots)
 
     patch.setattr(cursors, "advance", advance)
 
@@ -264,12 +265,12 @@ def a_resumed_slot_stays_nobodys(patch: Patch) -> None:
 
 def fork_leaves_out_what_is_pending(patch: Patch) -> None:
     right = TensorBackend.copy_state
-    patch.setattr(TensorBackend, "copy_state", lambda self, slot, row, _, slots: right(self, slot, row, True, slots))
+    patch.setattr(TensorBackend, "copy_state", lambda self, row, _, slots: right(self, row, True, slots))
 
 
 def fork_folds_again_what_verify_folded(patch: Patch) -> None:
     right = TensorBackend.copy_state
-    patch.setattr(TensorBackend, "copy_state", lambda self, slot, row, _, slots: right(self, slot, row, False, slots))
+    patch.setattr(TensorBackend, "copy_state", lambda self, row, _, slots: right(self, row, False, slots))
 
 
 def fork_stands_at_the_checkpoint(patch: Patch) -> None:
@@ -348,7 +349,7 @@ GUARDS: list[tuple[Callable[[Patch], None], str, str]] = [
     (retraction_leaves_out_what_is_pending, "class08_retracted_ring", "state of Handle(request_id='a'"),
     (restored_without_its_image, "class08_retracted_deferred", "state of Handle(request_id='a'"),
     (restored_without_its_conv_history, "class08_retracted_eager", "conv history of Handle(request_id='a'"),
-    (fence_leaves_out_the_preempted, "class13_fence_ring", "state of checkpoint slot 2 of Handle(request_id='b'"),
+    (fence_leaves_out_the_preempted, "class13_fence_ring", "state of Handle(request_id='b', record_slot=1, generation=2) at 1, checkpoint slot 2"),
 ]
 
 

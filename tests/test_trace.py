@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specstate import SamplingParams, SpecStateError, StateManager, StepMetadata, TraceRecorder
+from specstate import PrefixKey, SamplingParams, SpecStateError, StateManager, StepMetadata, TraceRecorder
 from specstate.limits import INT32_MAX
 from specstate.replay import replay_file
 from specstate.trace import TraceError, read_trace, recorder
@@ -49,6 +49,9 @@ def recorded(manager: StateManager) -> None:
     manager.retract(d)
     manager.discard("d")
     manager.fence("flush")
+    manager.publish(a, key := PrefixKey("a's", manager.committed_len(a)))
+    manager.restore(key, "e")
+    manager.return_checkpoints(manager.reserve_checkpoints(1))
     manager.digest()
 
 
@@ -68,7 +71,8 @@ def test_a_recorder_writes_what_happened(tmp_path: Path) -> None:
     assert header["config"] == make_config().model_dump(mode="json")
     kinds = (
         "admit admit load begin_step step_flush admit defer read begin_step cancel begin_step commit "
-        "flush flush set_params release fork preempt resume retract discard fence digest"
+        "flush flush set_params release fork preempt resume retract discard fence "
+        "publish restore reserve return digest"
     ).split()
     assert [event["kind"] for event in events] == kinds
     assert end == {"kind": "end", "events": len(kinds)}
@@ -99,6 +103,9 @@ def test_a_recorder_writes_what_happened(tmp_path: Path) -> None:
         {"kind": "retract", "handle": d},
     ]
     assert events[20:22] == [{"kind": "discard", "request_id": "d"}, {"kind": "fence", "mode": "flush"}]
+    key = {"digest": "a's", "num_tokens": 8}
+    assert events[22] == {"kind": "publish", "handle": a, "key": key, "checkpoint_slot": 2}
+    assert events[23]["key"] == key
 
 
 def test_a_recorded_run_replays(tmp_path: Path) -> None:
@@ -106,7 +113,7 @@ def test_a_recorded_run_replays(tmp_path: Path) -> None:
     for backend in ("reference", "metadata"):
         report = replay_file(tmp_path / "trace", backend=backend)
         assert report.first_difference is None
-        assert report.events == 23
+        assert report.events == 27
 
 
 def test_reading_gives_back_what_was_written() -> None:

@@ -27,8 +27,6 @@ def build_backend(
             f"config.path = {config.path!r} is no path of backend {backend!r}, which has "
             f"{', '.join(map(repr, PATHS[backend]))}"
         )
-    if config.block_size is not None:
-        raise SpecStateError(f"config.block_size = {config.block_size}: no boundary checkpoints in this version")
     if backend == "metadata":
         if storage is not None:
             raise SpecStateError("storage must be None on backend 'metadata', which holds no payloads")
