@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from specstate import presets
 from specstate.config import KDALayerSpec, StateConfig
-from specstate.errors import CapacityError, SpecStateError, StaleHandleError, StepOrderError
+from specstate.errors import CapacityError, RankDisagreementError, SpecStateError, StaleHandleError, StepOrderError
 from specstate.layout import BytePlan, plan_bytes
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specstate.metrics import Folds, Metrics
     from specstate.params import LayerParams
     from specstate.prefixes import PrefixKey
+    from specstate.ranks import RankAgreement
     from specstate.sampling import HostCopy, HostSample, SampleResult, SamplingParams
     from specstate.step import Step
     from specstate.trace import TraceError, TraceRecorder
@@ -38,6 +39,8 @@ __all__ = [
     "LayerState",
     "Metrics",
     "PrefixKey",
+    "RankAgreement",
+    "RankDisagreementError",
     "SampleResult",
     "SamplingParams",
     "SpecStateError",
@@ -63,6 +66,7 @@ _LAZY = {
     "LayerState": "specstate.backends",
     "Metrics": "specstate.metrics",
     "PrefixKey": "specstate.prefixes",
+    "RankAgreement": "specstate.ranks",
     "SampleResult": "specstate.sampling",
     "SamplingParams": "specstate.sampling",
     "StateManager": "specstate.manager",

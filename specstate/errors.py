@@ -21,6 +21,10 @@ class StepOrderError(SpecStateError):
     """The call is right, its moment is not: a layer verified twice, a step ended twice, a flush between verifies."""
 
 
+class RankDisagreementError(SpecStateError):
+    """Ranks were about to end a step in different ways. The words are the same on every rank; the step is open."""
+
+
 def shown(value: object) -> str:
     """``value`` for a message, on one line: its repr, cut to what helps; its type where it has none (an int of 5,000
     digits)."""

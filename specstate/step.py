@@ -44,6 +44,20 @@ class StepHost(NamedTuple):
     """Under debug: refuses to go on when a rule of ownership is broken for the requests of a step."""
 
 
+class EndColumns(NamedTuple):
+    """What a step is to end with, in row order: tensors on the device, on backend "metadata" lists."""
+
+    num_accepted: Any
+    """As given; of rows that own nothing any value."""
+    eager: Any
+    finished: Any
+    """What the sample saw end, too. None: no row finishes."""
+    num_entries: int | None
+    """Entries of caller-made counts; None of a sample."""
+    sample: SampleResult | None
+    """Whose counts these are."""
+
+
 class Step:
     """Made by ``StateManager.begin_step``; see there for errors. Tensors named below lie on the manager's device.
 
@@ -144,6 +158,11 @@ class Step:
     def folded_by_verify(self) -> bool:
         """All layers have folded what was pending when the step began; the cursors learn of it when the step ends."""
         return self._host.config.folds_in_verify and all(self._verified)
+
+    @property
+    def owning(self) -> list[bool]:
+        """By row, without padding: it owns slots. Dummy rows never do, nor a request that was released or preempted."""
+        return [request is not None for request in self._requests]
 
     # -- transitions
 
@@ -314,7 +333,7 @@ class Step:
             request.open_step = None
         self._record("cancel")
 
-    # -- for the manager
+    # -- for the manager, and for RankAgreement
 
     def null_request(self, request: Request) -> None:
         """The request is released or preempted: its row owns nothing from here on, and its end will be dropped."""
@@ -332,6 +351,26 @@ class Step:
         """Some of its requests were flushed before its first verify. A replay to come reads the cursors itself."""
         if self._capture is None:
             self._host.backend.refresh(self._rows)
+
+    def end_columns(self, verb: str, num_accepted: Any, eager: Any, finished: Any) -> EndColumns:
+        """What ``verb`` is to end the step with, checked and by row. Raises as ``commit``; changes nothing."""
+        self._check_all_verified(verb)
+        backend, rows, least_len, where = self._host.backend, self._rows, self.metadata.num_entries, self._where
+        num_entries, sample = None, self._own_sample(verb, num_accepted)
+        if sample is not None and isinstance(num_accepted, SampleResult):
+            counts = sample.num_accepted
+        else:
+            given = num_accepted if sample is None else sample.num_accepted
+            checked = backend.check_counts("num_accepted", given, least_len, where)
+            counts, num_entries = backend.by_row(rows, checked), len(checked)
+        if eager is not None:
+            eager = backend.by_row(rows, backend.check_mask("eager", eager, least_len, where))
+        if finished is not None:
+            finished = backend.by_row(rows, backend.check_mask("finished", finished, least_len, where))
+        if sample is not None:
+            # In place: by_row has copied the caller's mask, and a capture allocates nothing.
+            finished = sample.finished if finished is None else finished.logical_or_(sample.finished)
+        return EndColumns(counts, eager, finished, num_entries, sample)
 
     # -- inside
 
@@ -375,22 +414,8 @@ class Step:
         self._record_progress()
 
     def _end(self, verb: str, num_accepted: Any, eager: Any, finished: Any) -> None:
-        self._check_all_verified(verb)
-        backend, rows, least_len, where = self._host.backend, self._rows, self.metadata.num_entries, self._where
-        num_entries, sample = None, self._own_sample(verb, num_accepted)
-        if sample is not None and isinstance(num_accepted, SampleResult):
-            counts = sample.num_accepted
-        else:
-            given = num_accepted if sample is None else sample.num_accepted
-            checked = backend.check_counts("num_accepted", given, least_len, where)
-            counts, num_entries = backend.by_row(rows, checked), len(checked)
-        if eager is not None:
-            eager = backend.by_row(rows, backend.check_mask("eager", eager, least_len, where))
-        if finished is not None:
-            finished = backend.by_row(rows, backend.check_mask("finished", finished, least_len, where))
-        if sample is not None:
-            # In place: by_row has copied the caller's mask, and a capture allocates nothing.
-            finished = sample.finished if finished is None else finished.logical_or_(sample.finished)
+        backend, rows, where = self._host.backend, self._rows, self._where
+        counts, eager, finished, num_entries, _ = self.end_columns(verb, num_accepted, eager, finished)
         if self._host.check is not None:
             counted = [int(count) for count in counts]
             check_counts(backend, self.metadata, self._requests, counted, f"{verb}: num_accepted", where)

@@ -84,6 +84,11 @@ def test_names_are_listed_and_others_refused() -> None:
 
 
 def test_errors_are_value_errors() -> None:
-    for error in (specstate.CapacityError, specstate.StaleHandleError, specstate.StepOrderError):
+    for error in (
+        specstate.CapacityError,
+        specstate.RankDisagreementError,
+        specstate.StaleHandleError,
+        specstate.StepOrderError,
+    ):
         assert issubclass(error, specstate.SpecStateError)
     assert issubclass(specstate.SpecStateError, ValueError)
