@@ -76,6 +76,7 @@ class StateManager:
         self._ledger = Ledger(config)
         self._requests, self._preempted = self._ledger.requests, self._ledger.preempted
         self._num_preemptions = 0
+        self._is_released = False
         self._next_step = 0
         self._dropped_ends = DroppedEnds()
         self._captures: dict[tuple[int, int], Capture] = {}
@@ -120,6 +121,7 @@ class StateManager:
         sampling: how ``step.sample`` draws its tokens; greedily when None. Evicts a published prefix when checkpoint
         slots run short. Raises CapacityError without a slot, SpecStateError when the id is live already, or preempted.
         """
+        self._require_storage("admit")
         sampling = self._ledger.check_new(request_id, SamplingParams() if sampling is None else sampling)
         self._ledger.require(1, 1, f"no slot for request {request_id!r}")
         with self._ledger.new_lives(self._backend, [request_id]) as ([handle], [checkpoint_slot]):
@@ -247,6 +249,7 @@ class StateManager:
 
         Raises CapacityError without the slots that it gave up, SpecStateError when no request of that id is preempted.
         """
+        self._require_storage("resume")
         preempted = self._preempted.of(request_id, "resume")
         record_slot, checkpoint_slot = preempted.record_slot, preempted.checkpoint_slot
         missing = int(record_slot is None), int(checkpoint_slot is None)
@@ -429,6 +432,7 @@ class StateManager:
         query_len above max_query_len, a position that could leave int32, a pad_to that is too small or too large, or a
         block table, positions and block_size that do not come together; each names field, value, limit and step.
         """
+        self._require_storage("begin_step")
         index, where = self._next_step, f" (step {self._next_step})"
         if not isinstance(metadata, StepMetadata):
             raise SpecStateError(f"metadata must be StepMetadata, not {type(metadata).__name__}{where}")
@@ -478,6 +482,7 @@ class StateManager:
         CPU there are none. Called again, it makes new ones. Raises SpecStateError for a bad count,
         CapacityError when the memory is not there.
         """
+        self._require_storage("warmup")
         if type(captures) is not int or not 0 <= captures <= MAX_CAPTURES:
             raise SpecStateError(f"warmup: captures = {shown(captures)} is outside 0..{MAX_CAPTURES}")
         if isinstance(self._backend, TensorBackend):
@@ -493,6 +498,7 @@ class StateManager:
         for a wrong size or under ``debug``, and as ``begin_step`` for a block table, StepOrderError outside of a
         capture, CapacityError when what ``warmup`` made for captures is used up.
         """
+        self._require_storage("capture_step")
         for name, size in (("rows", rows), ("tokens", tokens)):
             if type(size) is not int or not 1 <= size <= MAX_STEP_SIZE:
                 raise SpecStateError(f"capture_step: {name} = {shown(size)} is outside 1..{MAX_STEP_SIZE}")
@@ -565,6 +571,7 @@ class StateManager:
         self._check_layer(layer)
         if not isinstance(self._backend, TensorBackend):
             raise SpecStateError("checkpoints needs payloads, which backend 'metadata' does not hold")
+        self._require_storage("checkpoints")
         views = self._backend.storage.layers[layer]
         return views.recurrent.detach(), None if views.conv is None else views.conv.detach()
 
@@ -632,6 +639,52 @@ class StateManager:
 
     # -- care
 
+    def forget_captures(self) -> None:
+        """Graphs captured so far will not be replayed again: what they hold the manager to no longer counts.
+
+        Raises StepOrderError while a step waits for a replay.
+        """
+        for capture in self._captures.values():
+            if capture.occupant is not None:
+                raise StepOrderError(f"forget_captures: step {capture.occupant.index} waits for a replay")
+        self._captures.clear()
+
+    def release_storage(self) -> None:
+        """Gives all device memory back, between two phases of a training loop, say; ``bind_storage`` takes it again.
+
+        Nothing may lie in a slot: behind ``fence("drop")``, or with every request retracted, nothing published and
+        nothing reserved. Counters go on. Raises StepOrderError otherwise, and once a graph was captured, which holds
+        addresses (``forget_captures``).
+        """
+        self._require_storage("release_storage")
+        taken = len(self._ledger.record_slots.taken), len(self._ledger.checkpoint_slots.taken)
+        if any(taken):
+            raise StepOrderError(
+                f"release_storage: {taken[0]} record slots and {taken[1]} checkpoint slots are taken; "
+                "fence('drop'), or retract, first"
+            )
+        self._refuse_captures("release_storage")
+        self._backend.release_storage()
+        self._is_released = True
+        self._record("release_storage")
+
+    def bind_storage(self, storage: Any = None) -> None:
+        """Takes memory again after ``release_storage``; or puts other storage of the caller's under living requests.
+
+        storage: as the constructor takes it; None after a release for the manager's own. For living requests slot i of
+        the new views must hold what slot i held: the caller has moved it, behind a fence that left nothing pending.
+        Raises StepOrderError while a step is open or a record may be pending, and once a graph was captured,
+        SpecStateError for unfit views, CapacityError when the memory is not there; nothing is changed then.
+        """
+        if not self._is_released:
+            self._refuse_pending("bind_storage")
+            if storage is None:
+                raise SpecStateError("bind_storage: storage = None, the manager's own, is bound after release_storage")
+        self._refuse_captures("bind_storage")
+        self._backend.bind_storage(storage)
+        self._is_released = False
+        self._record("bind_storage")
+
     def set_params(self, params: Sequence[LayerParams]) -> None:
         """New parameters from the next step on.
 
@@ -641,24 +694,9 @@ class StateManager:
         """
         if not isinstance(self._backend, TensorBackend):
             raise SpecStateError("set_params needs payloads, which backend 'metadata' does not hold")
-        for request in self._requests:
-            self._refuse_open_step("set_params", request)
-            if request.may_be_pending:
-                raise StepOrderError(
-                    f"set_params: request {request.handle.request_id!r} may have pending records; flush first"
-                )
-        for preempted in self._preempted:
-            if preempted.may_be_pending:
-                raise StepOrderError(
-                    f"set_params: request {preempted.request_id!r}, preempted, may have pending records; "
-                    "fence('flush') folds them"
-                )
-        if self._captures:
-            raise StepOrderError(
-                f"set_params: graphs captured for {sorted(self._captures)} hold the old parameters; copy new values "
-                "into those tensors"
-            )
-        self._backend.kernels.bind(check_params(params, self.config, self.device))
+        self._refuse_pending("set_params")
+        self._refuse_captures("set_params")
+        self._backend.set_params(check_params(params, self.config, self.device))
         self._record("set_params")
 
     def check_integrity(self) -> None:
@@ -824,12 +862,39 @@ class StateManager:
     def _check_ownership(self, settled: list[Request]) -> None:
         """Slots and cursors of all requests, payloads of ``settled`` ones."""
         self._ledger.check_integrity()
+        if self._is_released:
+            return
         check_cursors(self.config, self._backend, self._requests, self._preempted)
         check_payloads(self._backend, settled)
 
     def _check_layer(self, layer: object) -> None:
         if type(layer) is not int or not 0 <= layer < self.config.num_layers:
             raise SpecStateError(f"layer = {shown(layer)} is outside 0..{self.config.num_layers - 1}")
+
+    def _require_storage(self, verb: str) -> None:
+        if self._is_released:
+            raise StepOrderError(f"{verb}: the storage was released; bind_storage takes it again")
+
+    def _refuse_captures(self, verb: str) -> None:
+        if self._captures:
+            raise StepOrderError(
+                f"{verb}: graphs captured for {sorted(self._captures)} hold the present tensors; replay them no more, "
+                "and call forget_captures"
+            )
+
+    def _refuse_pending(self, verb: str) -> None:
+        for request in self._requests:
+            self._refuse_open_step(verb, request)
+            if request.may_be_pending:
+                raise StepOrderError(
+                    f"{verb}: request {request.handle.request_id!r} may have pending records; flush first"
+                )
+        for preempted in self._preempted:
+            if preempted.may_be_pending:
+                raise StepOrderError(
+                    f"{verb}: request {preempted.request_id!r}, preempted, may have pending records; "
+                    "fence('flush') folds them"
+                )
 
     def _refuse_open_step(self, verb: str, request: Request) -> None:
         if request.open_step is not None:

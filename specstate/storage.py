@@ -40,20 +40,29 @@ class Storage:
     ``caller`` is a sequence of (recurrent [slots, H, V, K], conv [slots, C, W-1] or None) views, one a layer, with any
     strides, interleaved too; slot 0 of it is the null slot. Raises SpecStateError when a view has the wrong shape,
     dtype or device, was made in inference mode (it may not be written outside of it), shares memory with another or
-    with itself, or when layers differ in layout; CapacityError when the memory is not there.
+    with itself, or when layers differ in layout; CapacityError when the memory is not there. ``replaces``: a storage
+    whose records and cursors go on, over other checkpoints.
     """
 
-    def __init__(self, config: StateConfig, device: torch.device, caller: object = None) -> None:
+    def __init__(
+        self, config: StateConfig, device: torch.device, caller: object = None, replaces: "Storage | None" = None
+    ) -> None:
         layouts = {layout.name: layout for layout in tensor_layouts(config)}
         views = None if caller is None else _check_views(caller, config, layouts, device)
         if views is not None:
             layouts = {name: layout for name, layout in layouts.items() if layout.scope != "checkpoint slot"}
-        own = _allocate(config, layouts, device)
+        own: dict[str, torch.Tensor] = {}
+        if replaces is not None:
+            own = {name: tensor for name, tensor in replaces.own.items() if name in layouts}
+        own |= _allocate(config, {name: layout for name, layout in layouts.items() if name not in own}, device)
+        self.own: dict[str, torch.Tensor] = own
+        """The manager's own tensors by name, as in the layout table."""
         self.owns_checkpoints = views is None
         self.allocated_bytes = sum(tensor.untyped_storage().nbytes() for tensor in own.values())
         self.cursors = own["cursors"]
         self.sampling = own["sampling"]
-        self.sampling[:, at.END_TOKENS :] = -1
+        if replaces is None:
+            self.sampling[:, at.END_TOKENS :] = -1
         self.counters = own["counters"]
         self.conv_output = own.get("conv_output")
         """[tokens, C] workspace: q|k|v after the conv of the windows at hand, shared by all layers."""

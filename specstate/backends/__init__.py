@@ -103,7 +103,17 @@ class Backend(Protocol):
     """See the module's docstring. ``rows`` is what ``begin`` returned; ``where`` names the step in messages."""
 
     path: str
-    allocated_bytes: int
+
+    @property
+    def allocated_bytes(self) -> int: ...
+
+    def release_storage(self) -> None:
+        """Lets go of all that the device holds; counters go on. Only ``bind_storage`` comes after it."""
+        ...
+
+    def bind_storage(self, caller: Any) -> None:
+        """Checkpoints of the caller's in place of the present ones, or, after a release, everything anew."""
+        ...
 
     def admit(self, checkpoint_slot: int, record_row: int, generation: int, sampling: tuple[int, ...]) -> None:
         """Zero state at position 0; ``sampling`` is a line of the sampling table."""

@@ -94,6 +94,13 @@ class MetadataBackend:
 
     # -- slots
 
+    def release_storage(self) -> None:
+        """No storage to release."""
+
+    def bind_storage(self, caller: Any) -> None:
+        if caller is not None:
+            raise SpecStateError("storage must be None on backend 'metadata', which holds no payloads")
+
     def admit(self, checkpoint_slot: int, record_row: int, generation: int, sampling: tuple[int, ...]) -> None:
         self._cursors[record_row] = MetadataCursor(generation, checkpoint_slot)
 

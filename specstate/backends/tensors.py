@@ -18,6 +18,7 @@ from specstate.kernels.arena import Allocator, Arena, TorchAllocator, captured_b
 from specstate.kernels.cursors import BlockTable, StepTensors, null_row
 from specstate.kernels.reference import read_conv_history
 from specstate.layout import plan_bytes
+from specstate.params import LayerParams
 from specstate.storage import Storage
 from specstate.validation import DTYPES, bits, check_own_memory, check_tensor, memory_span, unique_dtypes
 
@@ -28,15 +29,54 @@ class TensorBackend:
     def __init__(
         self, config: StateConfig, kernels: Kernels, storage: Storage, device: torch.device, debug: bool
     ) -> None:
-        self.config, self.kernels, self.storage, self.device = config, kernels, storage, device
+        self.config, self.device = config, device
+        self._kernels: Kernels | None = kernels
+        self._storage: Storage | None = storage
+        self._params, self._make_kernels = kernels.params, type(kernels)
         self.path = kernels.path
-        self.allocated_bytes = storage.allocated_bytes
         self._debug = debug
         self._activation = DTYPES[config.activation_dtype]
         self._compute = storage.layers[0].record_u.dtype
         self._allocator: Allocator = TorchAllocator(device)
+        self._counted = storage.counters
+        """The counters of a storage that was released."""
         self._arena: Arena | None = None
         """Of captured steps, once ``warmup`` made it; until then they take the graph's own memory."""
+
+    # -- storage
+
+    @property
+    def kernels(self) -> Kernels:
+        """Raises SpecStateError while there is no storage."""
+        if self._kernels is None:
+            raise SpecStateError("the storage was released: bind_storage makes another")
+        return self._kernels
+
+    @property
+    def storage(self) -> Storage:
+        """Raises SpecStateError while there is none."""
+        if self._storage is None:
+            raise SpecStateError("the storage was released: bind_storage makes another")
+        return self._storage
+
+    @property
+    def allocated_bytes(self) -> int:
+        return 0 if self._storage is None else self._storage.allocated_bytes
+
+    def set_params(self, params: tuple[LayerParams, ...]) -> None:
+        self.kernels.bind(params)
+        self._params = params
+
+    def release_storage(self) -> None:
+        self._counted = self.storage.counters.clone()
+        self._storage = self._kernels = self._arena = None
+
+    def bind_storage(self, caller: object) -> None:
+        storage = Storage(self.config, self.device, caller, replaces=self._storage)
+        kernels = self._make_kernels(self.config, self._params, storage)
+        if self._storage is None:
+            storage.counters.copy_(self._counted)
+        self._storage, self._kernels = storage, kernels
 
     # -- slots
 
@@ -321,7 +361,7 @@ class TensorBackend:
         return LayerState(recurrent[0], None if conv is None else conv[0])
 
     def counters(self) -> DeviceCounters:
-        values = self.storage.counters.tolist()
+        values = (self._counted if self._storage is None else self._storage.counters).tolist()
         return DeviceCounters(
             clamps=values[at.COUNT_CLAMPS],
             dropped_ends=values[at.COUNT_DROPPED],

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from specstate.config import StateConfig
     from specstate.kernels.arena import Allocator
     from specstate.kernels.cursors import BlockTable, StepTensors
     from specstate.params import LayerParams
+    from specstate.storage import Storage
 
 Sampled = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"]
 
@@ -22,6 +24,9 @@ class Kernels(Protocol):
     """
 
     path: str
+    params: tuple[LayerParams, ...]
+
+    def __init__(self, config: StateConfig, params: tuple[LayerParams, ...], storage: Storage) -> None: ...
 
     def bind(self, params: tuple[LayerParams, ...]) -> None:
         """Other parameters from now on."""
