@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from pydantic import ValidationError
 
 from specstate.errors import SpecStateError, shown
 
@@ -140,3 +141,15 @@ def unique_dtypes(*dtypes: torch.dtype) -> tuple[torch.dtype, ...]:
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of ``tensor`` [n] uint8, so that NaN equals itself and -0.0 differs from 0.0."""
     return tensor.flatten().contiguous().view(torch.uint8)
+
+
+def first_fault(error: ValidationError) -> str:
+    """The first thing that a model refused, on one line: the field, its value, and what is wrong with it."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    if len(field) > 80 or not field.isprintable():  # keys of a damaged file may be anything
+        field = shown(field)
+    if first["type"] == "missing":  # the input is then all that is there
+        return f"{field} is missing"
+    what = f"{field} = {shown(first['input'])}: " if field else ""
+    return what + " ".join(first["msg"].removeprefix("Value error, ").split())

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from specstate.batch import Batch
+from specstate.image import RequestImage
 from specstate.kernels import rows as at
 from specstate.metrics import Folds
 
@@ -167,6 +168,26 @@ class Backend(Protocol):
 
     def put_image(self, checkpoint_slot: int, image: Any) -> None:
         """The other way."""
+        ...
+
+    # -- images
+
+    def export_image(self, record_row: int, folded_by_verify: bool, fold: bool) -> RequestImage:
+        """The committed state, on the CPU; changes nothing and waits for the device.
+
+        fold: True gives the state at committed_len, nothing pending: that of ``read``, in the checkpoint dtype. False
+        gives checkpoint, records and lengths as they lie there, bit for bit.
+        """
+        ...
+
+    def import_image(
+        self, checkpoint_slot: int, record_row: int, generation: int, image: RequestImage, sampling: tuple[int, ...]
+    ) -> None:
+        """The request of ``image`` lives in these slots, with what was pending; does not wait.
+
+        Raises SpecStateError, before changing anything, for an image that does not fit the config, has more records
+        than a record slot holds, or lacks the payload that the backend needs.
+        """
         ...
 
     def check_blocks(self, block_table: Any, positions: Any, least_len: int, where: str) -> Any:

@@ -14,6 +14,7 @@ from specstate.backends import Cursor, DeviceCounters, LayerInputs, LayerRecords
 from specstate.batch import Batch
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
+from specstate.image import RequestImage, check_image, check_room
 from specstate.kernels import rows as at
 from specstate.limits import INT32_MAX
 from specstate.validation import check_tensor
@@ -158,6 +159,23 @@ class MetadataBackend:
 
     def put_image(self, checkpoint_slot: int, image: None) -> None:
         """No checkpoint to copy."""
+
+    # -- images
+
+    def export_image(self, record_row: int, folded_by_verify: bool, fold: bool) -> RequestImage:
+        cursor = self._cursors[record_row]
+        checkpoint_len = cursor.committed_len if fold or folded_by_verify else cursor.checkpoint_len
+        return RequestImage(checkpoint_len, cursor.committed_len - checkpoint_len, cursor.finished, None)
+
+    def import_image(
+        self, checkpoint_slot: int, record_row: int, generation: int, image: RequestImage, sampling: tuple[int, ...]
+    ) -> None:
+        """A payload is not looked for; one that is there goes unused."""
+        check_image(image, self.config)
+        check_room(image.pending_len, self.config)
+        self._cursors[record_row] = MetadataCursor(
+            generation, checkpoint_slot, image.checkpoint_len, image.committed_len, finished=image.finished
+        )
 
     # -- a step
 

@@ -12,6 +12,7 @@ from specstate.backends.guard import LayerGuard
 from specstate.batch import Batch
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
+from specstate.image import ImagePayload, RequestImage, check_image, check_room
 from specstate.kernels import Kernels
 from specstate.kernels import rows as at
 from specstate.kernels.arena import Allocator, Arena, TorchAllocator, captured_bytes
@@ -19,7 +20,7 @@ from specstate.kernels.cursors import BlockTable, StepTensors, null_row
 from specstate.kernels.reference import read_conv_history
 from specstate.layout import plan_bytes
 from specstate.params import LayerParams
-from specstate.storage import Storage
+from specstate.storage import LayerStorage, Storage
 from specstate.validation import DTYPES, bits, check_own_memory, check_tensor, memory_span, unique_dtypes
 
 
@@ -184,6 +185,60 @@ class TensorBackend:
             layer.recurrent[checkpoint_slot].copy_(recurrent, non_blocking=True)
             if layer.conv is not None and conv is not None:
                 layer.conv[checkpoint_slot].copy_(conv, non_blocking=True)
+
+    # -- images
+
+    @shielded
+    def export_image(self, record_row: int, folded_by_verify: bool, fold: bool) -> RequestImage:
+        cursor = self.cursor(record_row)
+        start, count = cursor.checkpoint_len, cursor.pending_len
+        if folded_by_verify:
+            start, count = start + count, 0
+        parts = []
+        for index, layer in enumerate(self.storage.layers):
+            if fold and count:
+                recurrent, conv = self.read(record_row, index, folded_by_verify)
+                part = {"recurrent": recurrent.to(layer.recurrent.dtype), "conv": conv}
+            else:
+                part = _image_part(layer, cursor.checkpoint_slot, record_row, start, count)
+            # Layer by layer, so that the device holds only one of them twice.
+            parts.append({name: tensor.cpu() for name, tensor in part.items() if tensor is not None})
+        if fold:
+            start, count = start + count, 0
+        stacked = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+        return RequestImage(start, count, cursor.finished, ImagePayload(conv=stacked.pop("conv", None), **stacked))
+
+    @shielded
+    def import_image(
+        self, checkpoint_slot: int, record_row: int, generation: int, image: RequestImage, sampling: tuple[int, ...]
+    ) -> None:
+        check_image(image, self.config)
+        check_room(image.pending_len, self.config)
+        if image.payload is None:
+            raise SpecStateError(f"the image has no payload, as from backend 'metadata'; path {self.path!r} needs one")
+        tensors, start, end = image.payload.tensors(), image.checkpoint_len, image.committed_len
+        entries = torch.arange(start, end, device=self.device) % self.config.record_capacity
+        for index, layer in enumerate(self.storage.layers):
+            part = {name: self._from_host(tensor[index]) for name, tensor in tensors.items()}
+            layer.recurrent[checkpoint_slot].copy_(part["recurrent"])
+            if image.pending_len:
+                layer.record_u[record_row].index_copy_(1, entries, part["u"])
+                layer.record_key_gate[record_row].index_copy_(1, entries, part["key_gate"])
+                layer.record_inv_norm[record_row].index_copy_(1, entries, part["inv_norm"])
+            if layer.conv is not None and layer.conv_ring is not None:
+                layer.conv[checkpoint_slot].copy_(part["conv"])
+                # As in _fill_ring, but of the position behind what is pending.
+                history = part.get("conv_history", part["conv"]).mT
+                places = torch.arange(end, end + len(history), device=self.device) % layer.conv_ring.shape[1]
+                layer.conv_ring[record_row].index_copy_(0, places, history)
+        self.storage.sampling[record_row] = self._to_device(sampling)
+        cursor = self.storage.cursors[record_row]
+        cursor.zero_()
+        cursor[at.CURSOR_CHECKPOINT_LEN].fill_(image.checkpoint_len)
+        cursor[at.CURSOR_PENDING_LEN].fill_(image.pending_len)
+        cursor[at.CURSOR_FINISHED].fill_(int(image.finished))
+        cursor[at.CURSOR_SLOT].fill_(checkpoint_slot)
+        cursor[at.CURSOR_GENERATION].fill_(generation)
 
     # -- a step
 
@@ -458,11 +513,36 @@ class TensorBackend:
             raise SpecStateError(f"out must not share memory with the manager's tensors or the caller's storage{where}")
 
     def _to_device(self, values: Any) -> torch.Tensor:
-        host = torch.as_tensor(values, dtype=torch.int32, device="cpu")
+        return self._from_host(torch.as_tensor(values, dtype=torch.int32, device="cpu"))
+
+    def _from_host(self, host: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu":
             return host
         # From pinned memory, since a copy from pageable memory waits for the device.
         return host.pin_memory().to(self.device, non_blocking=True)
+
+
+def _image_part(
+    layer: LayerStorage, checkpoint_slot: int, record_row: int, start: int, count: int
+) -> dict[str, torch.Tensor | None]:
+    """One layer of an image payload: the checkpoint at ``start`` and the ``count`` records behind it."""
+    part: dict[str, torch.Tensor | None] = {
+        "recurrent": layer.recurrent[checkpoint_slot],
+        "conv": None if layer.conv is None else layer.conv[checkpoint_slot],
+    }
+    if count:
+        device, capacity = layer.record_u.device, layer.record_u.shape[2]
+        entries = torch.arange(start, start + count, device=device) % capacity
+        for name, ring in (
+            ("u", layer.record_u),
+            ("key_gate", layer.record_key_gate),
+            ("inv_norm", layer.record_inv_norm),
+        ):
+            part[name] = ring[record_row].index_select(1, entries)
+        if layer.conv is not None:
+            rows, position = (torch.full((1,), number, device=device) for number in (record_row, start + count))
+            part["conv_history"] = read_conv_history(layer, rows, position)[0]
+    return part
 
 
 def _check_numbers(

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from specstate.errors import shown
 from specstate.trace.recorder import TraceRecorder, path_name
 from specstate.trace.schema import EVENTS, TRACE_VERSION, BeginStep, End, Event, Header, Read, TraceError
-from specstate.validation import check_flag
+from specstate.validation import check_flag, first_fault
 
 __all__ = ["TRACE_VERSION", "TraceError", "TraceRecorder", "read_trace"]
 
@@ -107,14 +107,7 @@ def _validated(model: type[_Model], line: bytes, place: str) -> _Model:
     try:
         return model.model_validate_json(line)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"] if part != "[key]")
-        if len(field) > 80 or not field.isprintable():  # keys of a damaged line may be anything
-            field = shown(field)
-        if first["type"] == "missing":  # the input is then all that is there
-            raise TraceError(f"{place}: {field} is missing") from None
-        what = f"{field} = {shown(first['input'])}: " if field else ""
-        raise TraceError(f"{place}: {what}{_one_line(first['msg'].removeprefix('Value error, '))}") from None
+        raise TraceError(f"{place}: {first_fault(error)}") from None
 
 
 def _check_against(header: Header, event: Event, place: str) -> None:
