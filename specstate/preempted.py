@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specstate.errors import SpecStateError, shown
+from specstate.image import ImagePayload
 from specstate.prefixes import Prefix
 from specstate.sampling import SamplingParams
 
@@ -30,8 +31,8 @@ class Preempted:
     record_slot: int | None
     standing: Any
     """The backend's own note of where the request stands, when its record slot is given up."""
-    image: Any = None
-    """The checkpoint on the host, when its checkpoint slot is given up."""
+    payload: ImagePayload | None = None
+    """The checkpoint on the host, when its checkpoint slot is given up; None without payloads."""
 
 
 class PreemptedTable:

@@ -198,7 +198,7 @@ def fingerprint(manager: StateManager, *steps: Step) -> dict[str, Any]:
         "preempted": [
             (
                 *(p.request_id, p.record_slot, p.checkpoint_slot, p.boundary_slot, p.may_be_pending),
-                *(id(p.standing), id(p.image), id(p.restored_from)),
+                *(id(p.standing), id(p.payload), id(p.restored_from)),
             )
             for p in manager._preempted
         ],

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from specstate.batch import Batch
-from specstate.image import RequestImage
+from specstate.image import ImagePayload, RequestImage
 from specstate.kernels import rows as at
 from specstate.metrics import Folds
 
@@ -162,15 +162,23 @@ class Backend(Protocol):
         """[n] int32 on the device: where the checkpoints of these record slots lie."""
         ...
 
-    def image(self, checkpoint_slot: int) -> Any:
-        """A copy of the checkpoint on the host, started without a wait."""
+    def standing_at(self, committed_len: int, finished: bool) -> Any:
+        """A standing that is known on the host."""
         ...
 
-    def put_image(self, checkpoint_slot: int, image: Any) -> None:
-        """The other way."""
+    def position(self, standing: Any) -> tuple[int, bool]:
+        """committed_len and whether finished, of a standing; waits for the device."""
         ...
 
     # -- images
+
+    def checkpoint_payload(self, checkpoint_slot: int) -> ImagePayload | None:
+        """A copy of a checkpoint on the host, started without a wait; None without payloads."""
+        ...
+
+    def put_checkpoint(self, checkpoint_slot: int, payload: ImagePayload | None) -> None:
+        """The other way. Raises SpecStateError when there is none and the backend needs one."""
+        ...
 
     def export_image(self, record_row: int, folded_by_verify: bool, fold: bool) -> RequestImage:
         """The committed state, on the CPU; changes nothing and waits for the device.

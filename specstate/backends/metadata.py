@@ -14,7 +14,7 @@ from specstate.backends import Cursor, DeviceCounters, LayerInputs, LayerRecords
 from specstate.batch import Batch
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
-from specstate.image import RequestImage, check_image, check_room
+from specstate.image import ImagePayload, RequestImage, check_image, check_room
 from specstate.kernels import rows as at
 from specstate.limits import INT32_MAX
 from specstate.validation import check_tensor
@@ -154,13 +154,19 @@ class MetadataBackend:
         slots = [self._cursors[row].checkpoint_slot for row in record_rows]
         return torch.tensor(slots, dtype=torch.int32, device="cpu")
 
-    def image(self, checkpoint_slot: int) -> None:
-        """No checkpoint to copy."""
+    def standing_at(self, committed_len: int, finished: bool) -> tuple[int, bool]:
+        return committed_len, finished
 
-    def put_image(self, checkpoint_slot: int, image: None) -> None:
-        """No checkpoint to copy."""
+    def position(self, standing: tuple[int, bool]) -> tuple[int, bool]:
+        return standing
 
     # -- images
+
+    def checkpoint_payload(self, checkpoint_slot: int) -> None:
+        """No checkpoint to copy."""
+
+    def put_checkpoint(self, checkpoint_slot: int, payload: ImagePayload | None) -> None:
+        """No checkpoint to copy."""
 
     def export_image(self, record_row: int, folded_by_verify: bool, fold: bool) -> RequestImage:
         cursor = self._cursors[record_row]

@@ -170,23 +170,32 @@ class TensorBackend:
         return self.storage.cursors[:, at.CURSOR_SLOT].index_select(0, self._to_device(record_rows))
 
     @shielded
-    def image(self, checkpoint_slot: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        return [
-            (
-                self._to_host(layer.recurrent[checkpoint_slot]),
-                None if layer.conv is None else self._to_host(layer.conv[checkpoint_slot]),
-            )
-            for layer in self.storage.layers
-        ]
+    def standing_at(self, committed_len: int, finished: bool) -> torch.Tensor:
+        cursor = torch.zeros(at.CURSOR_COLUMNS, dtype=torch.int32, device=self.device)
+        cursor[at.CURSOR_CHECKPOINT_LEN].fill_(committed_len)
+        cursor[at.CURSOR_FINISHED].fill_(int(finished))
+        return cursor
 
-    @shielded
-    def put_image(self, checkpoint_slot: int, image: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-        for layer, (recurrent, conv) in zip(self.storage.layers, image, strict=True):
-            layer.recurrent[checkpoint_slot].copy_(recurrent, non_blocking=True)
-            if layer.conv is not None and conv is not None:
-                layer.conv[checkpoint_slot].copy_(conv, non_blocking=True)
+    def position(self, standing: torch.Tensor) -> tuple[int, bool]:
+        values = standing.tolist()
+        return values[at.CURSOR_CHECKPOINT_LEN], bool(values[at.CURSOR_FINISHED])
 
     # -- images
+
+    @shielded
+    def checkpoint_payload(self, checkpoint_slot: int) -> ImagePayload:
+        layers = self.storage.layers
+        convs = [layer.conv[checkpoint_slot] for layer in layers if layer.conv is not None]
+        recurrent = self._to_host([layer.recurrent[checkpoint_slot] for layer in layers])
+        return ImagePayload(recurrent, self._to_host(convs) if convs else None)
+
+    @shielded
+    def put_checkpoint(self, checkpoint_slot: int, payload: ImagePayload | None) -> None:
+        payload = self._with_payload(payload)
+        for index, layer in enumerate(self.storage.layers):
+            layer.recurrent[checkpoint_slot].copy_(payload.recurrent[index], non_blocking=True)
+            if layer.conv is not None and payload.conv is not None:
+                layer.conv[checkpoint_slot].copy_(payload.conv[index], non_blocking=True)
 
     @shielded
     def export_image(self, record_row: int, folded_by_verify: bool, fold: bool) -> RequestImage:
@@ -214,9 +223,7 @@ class TensorBackend:
     ) -> None:
         check_image(image, self.config)
         check_room(image.pending_len, self.config)
-        if image.payload is None:
-            raise SpecStateError(f"the image has no payload, as from backend 'metadata'; path {self.path!r} needs one")
-        tensors, start, end = image.payload.tensors(), image.checkpoint_len, image.committed_len
+        tensors, start, end = self._with_payload(image.payload).tensors(), image.checkpoint_len, image.committed_len
         entries = torch.arange(start, end, device=self.device) % self.config.record_capacity
         for index, layer in enumerate(self.storage.layers):
             part = {name: self._from_host(tensor[index]) for name, tensor in tensors.items()}
@@ -491,9 +498,18 @@ class TensorBackend:
                 entry = (position + torch.arange(history, device=self.device)) % size
                 layer.conv_ring[record_row].index_copy_(0, entry, layer.conv.index_select(0, slot)[0].mT)
 
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
-        return host.copy_(tensor, non_blocking=True)
+    def _with_payload(self, payload: ImagePayload | None) -> ImagePayload:
+        if payload is None:
+            raise SpecStateError(f"the image has no payload, as from backend 'metadata'; path {self.path!r} needs one")
+        return payload
+
+    def _to_host(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Tensors of one shape stacked on the host, by copies that are started without a wait."""
+        shape, on_gpu = (len(tensors), *tensors[0].shape), self.device.type == "cuda"
+        host = torch.empty(shape, dtype=tensors[0].dtype, device="cpu", pin_memory=on_gpu)
+        for place, tensor in zip(host, tensors, strict=True):
+            place.copy_(tensor, non_blocking=True)
+        return host
 
     def _apart(self, state: Any) -> Any:
         """``state``, a tensor or None, in memory that no tensor of the storage shares."""

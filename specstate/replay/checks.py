@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 
 from specstate.errors import SpecStateError
+from specstate.image import ImagePayload
 from specstate.manager import StateManager
 from specstate.metadata import StepMetadata
 from specstate.replay.model import Expected, ExpectedToken, Life
@@ -37,8 +38,12 @@ class Checks:
         self.device = manager.device
         self.clamps = self.dropped_ends = self.wasted_windows = self.misplaced_rows = 0
         """What the manager's counters must show."""
-        layers = range(manager.config.num_layers) if payloads else ()
-        pools = ((layer, pool) for layer in layers for pool in manager.checkpoints(layer) if pool is not None)
+        self.watch()
+
+    def watch(self) -> None:
+        """From here on the storage is what it is now."""
+        layers = range(self._manager.config.num_layers) if self._payloads else ()
+        pools = ((layer, pool) for layer in layers for pool in self._manager.checkpoints(layer) if pool is not None)
         self._pools = [(layer, pool, pool.clone()) for layer, pool in pools]
 
     def call(self, call: Callable[[], _T]) -> _T:
@@ -127,6 +132,12 @@ class Checks:
                 recurrent[slot],
                 None if conv is None else conv[slot],
             )
+
+    def compare_payload(self, what: str, payload: ImagePayload, layers: list[Expected]) -> None:
+        """A checkpoint outside of the manager."""
+        for layer, expected in enumerate(layers):
+            conv = None if payload.conv is None else payload.conv[layer]
+            _compare(f"{what} in layer {layer}", expected, payload.recurrent[layer], conv)
 
     def counters(self) -> None:
         """Clamps, dropped ends, wasted windows and misplaced rows."""

@@ -1,5 +1,6 @@
 """Drives a manager through the events of a trace, by its public face alone, and compares after each of them."""
 
+import io
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,35 +11,43 @@ from specstate.manager import StateManager
 from specstate.metadata import Handle
 from specstate.prefixes import PrefixKey
 from specstate.replay.checks import Checks, Differs
+from specstate.replay.files import OracleFiles
 from specstate.replay.model import Expected, Life, Model
 from specstate.replay.steps import OpenStep, Verifier
 from specstate.trace.schema import (
     Admit,
     BeginStep,
+    BindStorage,
     Cancel,
     Commit,
     Defer,
     Digest,
     Discard,
     Event,
+    Export,
     Fence,
     Flush,
     Fork,
     Header,
+    Import,
     Load,
     Preempt,
     Publish,
     Read,
+    Recover,
     Release,
+    ReleaseStorage,
     Reserve,
     Restore,
     Resume,
     Retract,
     Return,
     SetParams,
+    Snapshot,
     StepFlush,
     TraceError,
 )
+from specstate.transfer import RequestEntry, read_file
 from specstate.validation import DTYPES
 
 #: Tokens of a load that are recomputed one by one, some 0.2 ms each and layer: more would take hours.
@@ -67,6 +76,8 @@ class Driver:
         self._checks = Checks(self._manager, self._payloads)
         self._verifier = Verifier(self._model, self._checks, header.config.num_layers, self._payloads)
         self._lives: dict[Handle, Life] = {}
+        self._files = OracleFiles(config, self._model, self._payloads)
+        self._is_released = False
         self._preempted: dict[str, Life] = {}
         self._prefixes: dict[PrefixKey, list[Expected]] = {}
         """What is published, or was until it was evicted."""
@@ -86,6 +97,12 @@ class Driver:
             Restore: self._restore,
             Reserve: self._reserve,
             Return: self._return,
+            Export: self._export,
+            Import: self._import,
+            Snapshot: self._snapshot,
+            Recover: self._recover,
+            ReleaseStorage: self._release_storage,
+            BindStorage: self._bind_storage,
             BeginStep: self._begin_step,
             StepFlush: self._step_flush,
             Commit: self._end_step,
@@ -242,6 +259,10 @@ class Driver:
             layers = life.stood[num_tokens]
         else:
             raise Differs(f"{life.handle} never stood at {num_tokens} tokens, and publishing them was not refused")
+        return self._stored(layers)
+
+    def _stored(self, layers: list[Expected]) -> list[Expected]:
+        """As a checkpoint holds them."""
         return [self._model.folded(expected) for expected in layers]
 
     def _restore(self, event: Restore) -> list[Life]:
@@ -264,6 +285,61 @@ class Driver:
     def _return(self, event: Return) -> list[Life]:
         self._checks.call(lambda: self._manager.return_checkpoints(event.checkpoint_slots))
         return []
+
+    def _export(self, event: Export) -> list[Life]:
+        life, file = self._life(event.handle), io.BytesIO()
+        self._checks.call(lambda: self._manager.export(event.handle, file, event.fold))
+        file.seek(0)
+        [image] = read_file(file)[1]
+        self._checks.equal("committed_len of the export", image.committed_len, life.committed_len)
+        if event.fold and image.payload is not None:
+            self._checks.compare_payload(f"the export of {life.handle}", image.payload, self._stored(life.layers))
+        self._checks.only_slots_changed(set())
+        return [life]
+
+    def _import(self, event: Import) -> list[Life]:
+        entry = event.image.model_copy(update={"has_payload": self._payloads})
+        life, name = self._model.life(event.handle, event.checkpoint_slot), event.handle.request_id
+        file = self._files.request(life, RequestEntry(request_id=name, sampling=event.sampling, image=entry))
+        handle = self._checks.call(lambda: self._manager.import_request(file))
+        self._checks.equal("handle", handle, event.handle)
+        self._lives[handle] = life
+        self._checks.equal("checkpoint slot", int(self._manager.checkpoint_slots([handle])[0]), life.checkpoint_slot)
+        self._folded([life])
+        return [life]
+
+    def _snapshot(self, event: Snapshot) -> list[Life]:
+        self._checks.call(lambda: self._manager.snapshot(io.BytesIO()))
+        self._checks.only_slots_changed(set())
+        return list(self._lives.values())
+
+    def _recover(self, event: Recover) -> list[Life]:
+        lives = [self._model.life(h, slot) for h, slot in zip(event.handles, event.checkpoint_slots, strict=True)]
+        parked = [entry.request_id for entry in event.requests if entry.kept is not None]
+        # Their tokens are those of a life that nobody else has.
+        preempted = [self._model.life(Handle(name, 0, 0), 0) for name in parked]
+        file = self._files.snapshot(event, [*lives, *preempted], self._prefixes)
+        handles = self._checks.call(lambda: self._manager.recover(file))
+        self._checks.equal("handles", tuple(handles.values()), event.handles)
+        self._lives.update(zip(event.handles, lives, strict=True))
+        self._preempted.update(zip(parked, preempted, strict=True))
+        slots = {state.key: state.checkpoint_slot for state in event.published}
+        self._checks.equal("published", self._manager.published(), slots)
+        self._folded(lives, {*slots.values()})
+        return lives
+
+    def _release_storage(self, event: ReleaseStorage) -> list[Life]:
+        self._checks.call(self._manager.release_storage)
+        self._is_released = True
+        return []
+
+    def _bind_storage(self, event: BindStorage) -> list[Life]:
+        # Other storage under living requests has the same content: a replay keeps its own.
+        if self._is_released:
+            self._checks.call(self._manager.bind_storage)
+            self._checks.watch()
+            self._is_released = False
+        return list(self._lives.values())
 
     def _begin_step(self, event: BeginStep) -> list[Life]:
         metadata = event.metadata
@@ -434,7 +510,8 @@ class Driver:
         for life in lives:
             between = life.open_step is not None and 0 < self._steps[life.open_step].num_verified < layers
             self._checks.compare_state(life, read=not between)
-        self._checks.only_slots_changed(set())
+        if not self._is_released:
+            self._checks.only_slots_changed(set())
 
     def _leave_step(self, life: Life) -> None:
         if life.open_step is not None:

@@ -14,6 +14,7 @@ from specstate.limits import INT32_MAX, MAX_COMMITTED_LEN, MAX_STEP_SIZE
 from specstate.metadata import Handle, StepMetadata, check_lengths
 from specstate.prefixes import PrefixKey
 from specstate.sampling import SamplingParams
+from specstate.transfer.schema import ImageEntry, RequestEntry
 
 TRACE_VERSION = 1
 
@@ -185,6 +186,72 @@ class Return(Event):
     checkpoint_slots: tuple[CheckpointSlot, ...]
 
 
+class Export(Event):
+    """The request's committed state was written into a file; folded, or with its records."""
+
+    kind: Literal["export"] = "export"
+    handle: CheckedHandle
+    fold: bool
+
+
+class Import(Event):
+    """A request from a file; ``image`` says where it stands there. A replay recomputes it under its new handle."""
+
+    kind: Literal["import"] = "import"
+    handle: CheckedHandle
+    checkpoint_slot: CheckpointSlot
+    sampling: SamplingParams
+    image: ImageEntry
+
+
+class Snapshot(Event):
+    """All that the manager held was written into a file."""
+
+    kind: Literal["snapshot"] = "snapshot"
+
+
+class Published(_Line):
+    """A published state that a snapshot brought."""
+
+    key: PrefixKey
+    checkpoint_slot: CheckpointSlot
+
+
+class Recover(Event):
+    """An empty manager took a snapshot. A replay recomputes all of it."""
+
+    kind: Literal["recover"] = "recover"
+    handles: tuple[CheckedHandle, ...]
+    """Of the live requests, in the order of ``requests``."""
+    checkpoint_slots: tuple[CheckpointSlot, ...]
+    requests: tuple[RequestEntry, ...]
+    """As the file has them: live ones, then preempted ones."""
+    published: tuple[Published, ...]
+    """Those that found a slot, in the order in which the manager lists them."""
+    generation: Annotated[int, Field(ge=0, le=INT32_MAX)]
+    """That the snapshot's manager gave last."""
+
+    @model_validator(mode="after")
+    def _columns_agree(self) -> Self:
+        check_lengths(self, "handles", ("checkpoint_slots",))
+        live = sum(entry.kept is None for entry in self.requests)
+        if live != len(self.handles):
+            raise ValueError(f"requests has {live} live ones, handles has {len(self.handles)}")
+        return self
+
+
+class ReleaseStorage(Event):
+    """All memory was given back."""
+
+    kind: Literal["release_storage"] = "release_storage"
+
+
+class BindStorage(Event):
+    """Memory was taken again; or other storage of the caller's, with the same content, put in place."""
+
+    kind: Literal["bind_storage"] = "bind_storage"
+
+
 class BeginStep(Event):
     kind: Literal["begin_step"] = "begin_step"
     step: Count
@@ -291,6 +358,7 @@ EVENTS: dict[str, type[Event]] = {
     for model in (
         *(Admit, Load, Release, Fork, Preempt, Retract, Resume, Discard),
         *(Publish, Restore, Reserve, Return),
+        *(Export, Import, Snapshot, Recover, ReleaseStorage, BindStorage),
         *(BeginStep, StepFlush, Commit, Defer, Cancel),
         *(Flush, Fence, Read, SetParams, Digest),
     )

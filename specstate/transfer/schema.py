@@ -3,7 +3,7 @@
 Version 1. Whatever changes the meaning of a file needs a new ``TRANSFER_VERSION``.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -12,6 +12,7 @@ from specstate.config import KDALayerSpec, StateConfig
 from specstate.errors import SpecStateError, shown
 from specstate.image import RequestImage, check_room
 from specstate.limits import INT32_MAX, MAX_POSITION
+from specstate.prefixes import PrefixKey
 from specstate.requests import check_request_id
 from specstate.sampling import SamplingParams
 from specstate.validation import first_fault
@@ -79,7 +80,7 @@ class RequestEntry(_Part):
     image: ImageEntry
     kept: Literal["records", "checkpoint", "host"] | None = None
     """What a preempted request had kept: both slots, its checkpoint slot, a copy on the host. None: it was live."""
-    restored_from: Text | None = None
+    restored_from: PrefixKey | None = None
     """The key of the published state that it began with."""
 
     @model_validator(mode="after")
@@ -92,17 +93,16 @@ class RequestEntry(_Part):
 class PublishedEntry(_Part):
     """A published prefix."""
 
-    key_digest: Text
-    num_tokens: Annotated[int, Field(ge=1, le=MAX_POSITION)]
+    key: PrefixKey
     image: ImageEntry
 
     @model_validator(mode="after")
     def _stands_at_its_key(self) -> Self:
         image = self.image
-        if image.checkpoint_len != self.num_tokens or image.pending_len or image.finished:
+        if image.checkpoint_len != self.key.num_tokens or image.pending_len or image.finished:
             raise ValueError(
-                f"a published state stands at num_tokens = {self.num_tokens}, nothing pending and not finished, this "
-                f"one has checkpoint_len = {image.checkpoint_len}, pending_len = {image.pending_len}, finished = "
+                f"a published state stands at num_tokens = {self.key.num_tokens}, nothing pending and not finished, "
+                f"this one has checkpoint_len = {image.checkpoint_len}, pending_len = {image.pending_len}, finished = "
                 f"{image.finished}"
             )
         return self
@@ -149,10 +149,10 @@ class TransferHeader(_Part):
         elif self.generation is None:
             raise ValueError("kind = 'snapshot' goes with a generation")
         _refuse_twice("request_id", (request.request_id for request in self.requests))
-        keys = _refuse_twice("key_digest", (state.key_digest for state in self.published))
+        keys = _refuse_twice("key", (state.key for state in self.published))
         for request in self.requests:
             if request.restored_from is not None and request.restored_from not in keys:
-                raise ValueError(f"restored_from = {shown(request.restored_from)} is no key_digest of published")
+                raise ValueError(f"restored_from = {request.restored_from} is no key of published")
         images = self.images
         for image in images:
             if image.pending_len > self.config.record_capacity:
@@ -194,9 +194,9 @@ def folds_on_arrival(pending_len: int, config: StateConfig) -> bool:
     return pending_len > 0 and (config.folds_at_end or not next_window_fits)
 
 
-def _refuse_twice(name: str, values: Iterable[str]) -> set[str]:
+def _refuse_twice(name: str, values: Iterable[Hashable]) -> set[Hashable]:
     """``values``; raises ValueError when one comes twice."""
-    seen: set[str] = set()
+    seen: set[Hashable] = set()
     for value in values:
         if value in seen:
             raise ValueError(f"{name} {shown(value)} comes twice")

@@ -1,0 +1,160 @@
+"""All that a manager holds, as one transfer: taken from a ledger and a backend, and brought into empty ones."""
+
+from collections.abc import Sequence
+
+from specstate.backends import Backend
+from specstate.batch import flush_batch
+from specstate.config import StateConfig
+from specstate.errors import SpecStateError
+from specstate.image import RequestImage
+from specstate.ledger import Ledger
+from specstate.preempted import Preempted
+from specstate.prefixes import Prefix
+from specstate.requests import Request
+from specstate.sampling import SamplingParams
+from specstate.transfer.schema import (
+    ImageEntry,
+    PublishedEntry,
+    RequestEntry,
+    TransferHeader,
+    folds_on_arrival,
+)
+from specstate.transfer.schema import check_fits as check_configs
+
+
+def request_header(config: StateConfig, request: Request, image: RequestImage) -> TransferHeader:
+    """Of one live request."""
+    from specstate import __version__  # not at the top: the package itself imports this module
+
+    entry = RequestEntry(request_id=request.handle.request_id, sampling=request.sampling, image=ImageEntry.of(image))
+    return TransferHeader(specstate_version=__version__, config=config, kind="request", requests=(entry,))
+
+
+def take(config: StateConfig, ledger: Ledger, backend: Backend) -> tuple[TransferHeader, list[RequestImage]]:
+    """The header and images of a snapshot; waits for the device.
+
+    Live requests as they lie there, records included. Preempted ones folded: they will come back on the host.
+    """
+    from specstate import __version__  # not at the top: the package itself imports this module
+
+    requests, images = [], []
+    for request in ledger.requests:
+        images.append(backend.export_image(request.record_slot, request.folded_by_verify, fold=False))
+        requests.append(_entry(request.handle.request_id, request, images[-1]))
+    for preempted in ledger.preempted:
+        images.append(_image_of(preempted, backend))
+        requests.append(_entry(preempted.request_id, preempted, images[-1]))
+    published = []
+    for prefix in ledger.prefixes:
+        payload = backend.checkpoint_payload(prefix.checkpoint_slot)
+        images.append(RequestImage(prefix.key.num_tokens, 0, False, payload))
+        published.append(PublishedEntry(key=prefix.key, image=ImageEntry.of(images[-1])))
+    backend.counters()  # copies to the host have arrived
+    header = TransferHeader(
+        specstate_version=__version__,
+        config=config,
+        kind="snapshot",
+        requests=tuple(requests),
+        published=tuple(published),
+        generation=ledger.generation,
+    )
+    return header, images
+
+
+def check_fits(header: TransferHeader, config: StateConfig, backend: Backend) -> None:
+    """Raises SpecStateError, before anything is changed, when what a file holds cannot live in a manager."""
+    check_configs(header.config, config)
+    for entry in header.requests:
+        if entry.kept is None:
+            folds_on_arrival(entry.image.pending_len, config)
+    if backend.path != "metadata" and not all(image.has_payload for image in header.images):
+        raise SpecStateError(f"the file has no payload, as from backend 'metadata'; path {backend.path!r} needs one")
+
+
+def bring(
+    header: TransferHeader, images: Sequence[RequestImage], config: StateConfig, ledger: Ledger, backend: Backend
+) -> None:
+    """Fills an empty ledger and its backend with a snapshot that ``check_fits`` has let pass.
+
+    Live requests come first; published states take what checkpoint slots are left, those used last before others.
+    """
+    ledger.generation = max(ledger.generation, header.generation or 0)
+    entries = list(zip(header.requests, images, strict=False))
+    live = [(entry, image) for entry, image in entries if entry.kept is None]
+    states = list(zip(header.published, images[len(entries) :], strict=True))
+    states = states[max(len(states) - (ledger.checkpoint_slots.num_free - len(live)), 0) :]
+    for state, image in states:
+        slot = ledger.take_checkpoint()
+        ledger.prefixes.add(state.key, slot)
+        backend.put_checkpoint(slot, image.payload)
+    for entry, image in live:
+        bring_request(entry, image, entry.request_id, entry.sampling, config, ledger, backend)
+    for entry, image in entries:
+        if entry.kept is not None:
+            ledger.preempted.add(_preempted(entry, image, ledger, backend))
+
+
+def bring_request(
+    entry: RequestEntry,
+    image: RequestImage,
+    request_id: str,
+    sampling: SamplingParams,
+    config: StateConfig,
+    ledger: Ledger,
+    backend: Backend,
+) -> Request:
+    """A live request from its image; what is pending folds if it must. Its slots are known to be there."""
+    folds = folds_on_arrival(image.pending_len, config)
+    prefix = None if entry.restored_from is None else ledger.prefixes.get(entry.restored_from)
+    with ledger.new_lives(backend, [request_id]) as ([handle], [checkpoint_slot]):
+        backend.import_image(checkpoint_slot, handle.record_slot, handle.generation, image, sampling.columns())
+        if folds:
+            backend.flush(backend.begin(flush_batch([(handle, checkpoint_slot)]), ""))
+    request = Request(handle, checkpoint_slot, sampling, in_use=True, restored_from=prefix)
+    request.may_be_pending = image.pending_len > 0 and not folds
+    request.stands_at(image.committed_len)
+    if prefix is not None:
+        ledger.prefixes.join(prefix)
+    ledger.requests.add(request)
+    return request
+
+
+def _entry(request_id: str, owner: Request | Preempted, image: RequestImage) -> RequestEntry:
+    return RequestEntry(
+        request_id=request_id,
+        sampling=owner.sampling,
+        image=ImageEntry.of(image),
+        kept=None if isinstance(owner, Request) else "host",
+        restored_from=None if owner.restored_from is None else owner.restored_from.key,
+    )
+
+
+def _image_of(preempted: Preempted, backend: Backend) -> RequestImage:
+    if preempted.record_slot is not None:
+        return backend.export_image(preempted.record_slot, folded_by_verify=False, fold=True)
+    committed_len, finished = backend.position(preempted.standing)
+    payload = preempted.payload
+    if preempted.checkpoint_slot is not None:
+        payload = backend.checkpoint_payload(preempted.checkpoint_slot)
+    return RequestImage(committed_len, 0, finished, payload)
+
+
+def _preempted(entry: RequestEntry, image: RequestImage, ledger: Ledger, backend: Backend) -> Preempted:
+    prefix: Prefix | None = None
+    if entry.restored_from is not None and (prefix := ledger.prefixes.get(entry.restored_from)) is not None:
+        ledger.prefixes.join(prefix)
+    return Preempted(
+        request_id=entry.request_id,
+        sampling=entry.sampling,
+        most_committed=image.committed_len,
+        least_committed=image.committed_len,
+        may_be_pending=False,
+        in_use=True,
+        boundary_slot=0,
+        moved=False,
+        restored_from=prefix,
+        checkpoint_slot=None,
+        record_slot=None,
+        standing=backend.standing_at(image.committed_len, image.finished),
+        payload=image.payload,
+    )
