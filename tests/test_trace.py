@@ -45,13 +45,22 @@ def recorded(manager: StateManager) -> None:
     manager.release(b)
     [d] = manager.fork(a, ["d"])
     manager.preempt(c)
-    manager.resume("c")
+    handle_of_c = manager.resume("c")
     manager.retract(d)
     manager.discard("d")
     manager.fence("flush")
+    manager.release(handle_of_c)
     manager.publish(a, key := PrefixKey("a's", manager.committed_len(a)))
-    manager.restore(key, "e")
+    manager.release(manager.restore(key, "e"))
     manager.return_checkpoints(manager.reserve_checkpoints(1))
+    manager.export(a, one := io.BytesIO())
+    manager.snapshot(all_of_it := io.BytesIO())
+    one.seek(0), all_of_it.seek(0)
+    manager.import_request(one, "f")
+    manager.fence("drop")
+    manager.release_storage()
+    manager.bind_storage()
+    manager.recover(all_of_it)
     manager.digest()
 
 
@@ -72,7 +81,8 @@ def test_a_recorder_writes_what_happened(tmp_path: Path) -> None:
     kinds = (
         "admit admit load begin_step step_flush admit defer read begin_step cancel begin_step commit "
         "flush flush set_params release fork preempt resume retract discard fence "
-        "publish restore reserve return digest"
+        "release publish restore release reserve return export snapshot import fence release_storage bind_storage "
+        "recover digest"
     ).split()
     assert [event["kind"] for event in events] == kinds
     assert end == {"kind": "end", "events": len(kinds)}
@@ -104,8 +114,14 @@ def test_a_recorder_writes_what_happened(tmp_path: Path) -> None:
     ]
     assert events[20:22] == [{"kind": "discard", "request_id": "d"}, {"kind": "fence", "mode": "flush"}]
     key = {"digest": "a's", "num_tokens": 8}
-    assert events[22] == {"kind": "publish", "handle": a, "key": key, "checkpoint_slot": 2}
-    assert events[23]["key"] == key
+    assert events[23] == {"kind": "publish", "handle": a, "key": key, "checkpoint_slot": 3}
+    assert events[24]["key"] == key
+    assert events[28] == {"kind": "export", "handle": a, "fold": True}
+    at_eight = {"checkpoint_len": 8, "pending_len": 0, "finished": False, "has_payload": True}
+    assert events[30]["image"] == at_eight
+    (entry,) = events[34]["requests"]
+    assert entry["request_id"] == "a" and entry["image"] == at_eight
+    assert events[34]["published"] == [{"key": key, "checkpoint_slot": 3}]
 
 
 def test_a_recorded_run_replays(tmp_path: Path) -> None:
@@ -113,7 +129,7 @@ def test_a_recorded_run_replays(tmp_path: Path) -> None:
     for backend in ("reference", "metadata"):
         report = replay_file(tmp_path / "trace", backend=backend)
         assert report.first_difference is None
-        assert report.events == 27
+        assert report.events == 36
 
 
 def test_reading_gives_back_what_was_written() -> None:
@@ -186,7 +202,7 @@ def test_a_file_that_fails_leaves_the_manager_whole(lines: int) -> None:
     manager = StateManager(make_config(), make_params(make_config()), recorder=trace)
     recorded(manager)
     manager.check_integrity()
-    assert manager.num_requests == 2
+    assert manager.num_requests == 1
     assert trace.failure == f"full: event {lines} could not be written: No space left on device"
     with pytest.raises(TraceError, match="No space left on device"):
         trace.close()

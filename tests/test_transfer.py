@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from safetensors.torch import load, save
 
-from specstate import SamplingParams, SpecStateError, StateConfig
+from specstate import PrefixKey, SamplingParams, SpecStateError, StateConfig
 from specstate.image import ImagePayload, RequestImage, payload_tensors
-from specstate.limits import INT32_MAX, MAX_POSITION
+from specstate.limits import INT32_MAX, MAX_COMMITTED_LEN, MAX_POSITION
 from specstate.transfer import (
     TRANSFER_VERSION,
     ImageEntry,
@@ -72,20 +72,22 @@ def of_request(config: StateConfig, image: RequestImage, **fields: Any) -> Trans
     return header, [image]
 
 
+KEYS = (PrefixKey("k", 4), PrefixKey("k", 8))
+
+
 def of_snapshot(config: StateConfig) -> Transfer:
     """Live, preempted and published, one of each kind."""
     lengths = ((7, 2, False), (4, 0, True), (6, 3, False), (9, 0, False), (8, 0, False))
     images = [make_image(config, start, m, seed, end) for seed, (start, m, end) in enumerate(lengths)]
     kept = (None, None, "records", "checkpoint", "host")
-    restored = ("k2", None, None, "k1", None)
+    restored = (KEYS[1], None, None, KEYS[0], None)
     requests = tuple(
         entry_of(image, f"r{i}", kept=kept[i], restored_from=restored[i], sampling=SamplingParams(seed=i))
         for i, image in enumerate(images)
     )
-    prefixes = [make_image(config, length, 0, seed=20 + length) for length in (4, 8)]
+    prefixes = [make_image(config, key.num_tokens, 0, seed=20 + key.num_tokens) for key in KEYS]
     published = tuple(
-        PublishedEntry(key_digest=key, num_tokens=image.checkpoint_len, image=ImageEntry.of(image))
-        for key, image in zip(("k1", "k2"), prefixes, strict=True)
+        PublishedEntry(key=key, image=ImageEntry.of(image)) for key, image in zip(KEYS, prefixes, strict=True)
     )
     header = TransferHeader(
         specstate_version="0.1.0",
@@ -249,8 +251,8 @@ def snapshots(draw: st.DrawFn) -> Transfer:
         made = make_image(config, start, pending, draw(st.integers(0, 2**32)), finished)
         return made if payloads else bare(made)
 
-    keys = draw(st.lists(TEXTS, max_size=2, unique=True))
-    prefixes = [image(0, draw(st.integers(1, MAX_POSITION)), False) for _ in keys]
+    keys = draw(st.lists(st.builds(PrefixKey, TEXTS, st.integers(1, MAX_COMMITTED_LEN)), max_size=2, unique=True))
+    prefixes = [image(0, key.num_tokens, False) for key in keys]
     images, requests = [], []
     for name in draw(st.lists(TEXTS, max_size=3, unique=True)):
         kept = draw(st.sampled_from([None, "records", "checkpoint", "host"]))
@@ -271,8 +273,7 @@ def snapshots(draw: st.DrawFn) -> Transfer:
         kind="snapshot",
         requests=tuple(requests),
         published=tuple(
-            PublishedEntry(key_digest=key, num_tokens=made.checkpoint_len, image=ImageEntry.of(made))
-            for key, made in zip(keys, prefixes, strict=True)
+            PublishedEntry(key=key, image=ImageEntry.of(made)) for key, made in zip(keys, prefixes, strict=True)
         ),
         generation=draw(st.integers(0, INT32_MAX)),
     )
@@ -353,6 +354,7 @@ def test_a_byte_left_out_or_put_in_is_refused(data: bytes) -> None:
         save({}, metadata={"specstate": "{}", "sha256": ""}),
         save({}, metadata={"specstate": "{}", "sha256": "\u00e9" * 64}),
     ],
+    ids=lambda data: f"{len(data)} bytes",  # safetensors puts metadata in an order of its own
 )  # fmt: skip
 def test_other_files_are_refused(data: bytes) -> None:
     refused(data, "no transfer|damaged")
@@ -490,10 +492,10 @@ def test_an_index_of_absurd_sizes(index: Any, transfer: Transfer) -> None:
     ("change", "words"),
     [
         (at("requests", 1, "request_id", value="r0"), "request_id 'r0' comes twice"),
-        (at("published", 1, "key_digest", value="k1"), "key_digest 'k1' comes twice"),
-        (at("requests", 0, "restored_from", value="k3"), "restored_from = 'k3' is no key_digest of published"),
-        (at("published", 0, "num_tokens", value=5), "a published state stands at num_tokens = 5"),
-        (at("published", 0, "num_tokens", value=0), "header: published.0.num_tokens = 0: "),
+        (at("requests", 0, "restored_from", "digest", value="k3"), "restored_from = .*'k3'.* is no key of published"),
+        (at("requests", 0, "restored_from", "num_tokens", value=5), "restored_from = .*'k'.* is no key of published"),
+        (at("published", 0, "key", "num_tokens", value=5), "a published state stands at num_tokens = 5"),
+        (at("published", 0, "key", "num_tokens", value=0), "num_tokens = 0 is outside 1"),
         (at("published", 0, "image", "finished", value=True), "a published state stands at num_tokens = 4"),
         (at("published", 0, "image", "pending_len", value=1), "a published state stands at num_tokens = 4"),
         (at("published", 0, "image", "has_payload", value=False), "has_payload must be the same of all images"),
@@ -639,7 +641,7 @@ def test_files_that_do_not_work(tmp_path: Path, transfer: Transfer, data: bytes)
     check_same(read_file(views), transfer)
 
 
-@pytest.mark.parametrize("file", [None, 3, b"path", object(), ["a"]], ids=repr)
+@pytest.mark.parametrize("file", [None, 3, b"path", object(), ["a"]], ids=lambda file: type(file).__name__)
 def test_what_is_no_file(file: Any, transfer: Transfer) -> None:
     kind = type(file).__name__
     with pytest.raises(TransferError, match=f"file must be a path or a binary file open for writing, not {kind}"):
