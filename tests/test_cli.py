@@ -350,3 +350,22 @@ def test_a_shell_can_complete_commands(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0
     assert answer.read_text() == "plan"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "specstate",
+        "plan",
+        "--preset",
+        "kimi-k3",
+        "--tp",
+        "8",
+        "--memory-gib",
+        "80",
+        "--json",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "bytes_per_request" in json.loads(ended.stdout)
