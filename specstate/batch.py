@@ -29,6 +29,8 @@ class Batch(NamedTuple):
     """The owner's slot for its next boundary checkpoint; 0: none."""
     num_tokens: int
     """Padding included."""
+    all_decode: bool
+    """Every row is a request's, and none feeds a prompt."""
 
 
 def find_requests(metadata: StepMetadata, table: RequestTable, config: StateConfig, where: str) -> list[Request | None]:
@@ -110,9 +112,10 @@ def step_batch(
     """
     kinds, padding = metadata.row_kinds, shape[0] - len(requests)
     zeros = [0] * padding
+    owned = all(requests)
     least: Sequence[int] = metadata.least_accepted
     entries: Sequence[int] | None = metadata.batch_index
-    if not all(requests):
+    if not owned:
         least = [0 if r is None else n for r, n in zip(requests, least, strict=True)]
         if entries is not None:
             entries = [0 if r is None else entry for r, entry in zip(requests, entries, strict=True)]
@@ -129,6 +132,7 @@ def step_batch(
         )
         + zeros,
         num_tokens=shape[1],
+        all_decode=owned and kinds is None and not padding,
     )
 
 
@@ -144,4 +148,5 @@ def flush_batch(owners: list[tuple[Handle, int]]) -> Batch:
         row_kinds=[at.DUMMY] * len(owners),
         boundary_slots=zeros,
         num_tokens=0,
+        all_decode=False,
     )

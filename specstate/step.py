@@ -430,14 +430,16 @@ class Step:
         self._host.dropped_ends.count += self._num_released
         self._ended_by = verb
         may_be_pending = not (verb == "commit" or self._host.config.folds_at_end)
-        for row, (request, query_len) in enumerate(zip(self._requests, self.metadata.query_lens, strict=True)):
+        for request, query_len in zip(self._requests, self.metadata.query_lens, strict=True):
             if request is not None:
                 request.open_step = None
                 request.may_be_pending = may_be_pending
                 request.most_committed += query_len
-                # Of a decode row not even one token is certain: its request may have finished.
-                if self.metadata.row_kinds is not None and self.metadata.is_prompt(row):
-                    request.least_committed += query_len
+        if self.metadata.row_kinds is not None:
+            # Of a decode row not even one token is certain: its request may have finished.
+            for row, request in enumerate(self._requests):
+                if request is not None and self.metadata.is_prompt(row):
+                    request.least_committed += self.metadata.query_lens[row]
         self._record(verb, **fields)
 
     def _own_sample(self, verb: str, given: Any) -> SampleResult | None:

@@ -236,7 +236,7 @@ class MetadataBackend:
 
     def by_row(self, rows: MetadataRows, values: list[Any]) -> list[Any]:
         owners, index = rows.batch.handles, rows.batch.batch_index
-        if index is None and all(owners):
+        if index is None and rows.batch.all_decode:
             return values[: len(owners)]
         # For rows that own nothing there may be no entry, or any.
         entries = range(len(owners)) if index is None else index
@@ -245,7 +245,7 @@ class MetadataBackend:
     def end(self, rows: MetadataRows, counts: list[int], fold: Any, finished: list[bool] | None) -> None:
         config, batch = self.config, rows.batch
         self._pass_verify_folds(rows)
-        if at.PROMPT in batch.row_kinds:  # which says that its request goes on
+        if not batch.all_decode and at.PROMPT in batch.row_kinds:  # which says that its request goes on
             for cursor, kind in zip(rows.cursors, batch.row_kinds, strict=True):
                 cursor.finished &= kind != at.PROMPT
         most_pending = config.record_capacity - config.max_query_len if config.folds_when_full else INT32_MAX
@@ -253,25 +253,23 @@ class MetadataBackend:
         if fold is True or config.folds_at_end:
             most_pending, reason = 0, at.FOLD_AT_END
         before = [] if config.block_size is None else [cursor.committed_len for cursor in rows.cursors]
-        accepted = self._accepted
-        for cursor, count, least, query_len, kind in zip(
-            rows.cursors, counts, batch.min_accepted, batch.query_lens, batch.row_kinds, strict=True
+        num_folds, as_given = 0, batch.all_decode
+        for cursor, count, least, query_len in zip(
+            rows.cursors, counts, batch.min_accepted, batch.query_lens, strict=True
         ):
             if cursor.finished:
                 self._wasted += cursor is not self._nobody
-                count = 0
-            else:
-                if not least <= count <= query_len:
-                    self._clamps += 1
-                    count = min(max(count, least), query_len)
-                if kind == at.DECODE:
-                    self._windows += 1
-                    if query_len > 1:
-                        self._draft_tokens += query_len - 1
-                        accepted[count] += 1
+                as_given = False
+                continue
+            if not least <= count <= query_len:
+                self._clamps += 1
+                count, as_given = min(max(count, least), query_len), False
             committed_len = cursor.committed_len = cursor.committed_len + count
             if committed_len - cursor.checkpoint_len > most_pending:
-                self._fold(cursor, reason)
+                cursor.checkpoint_len = committed_len
+                num_folds += 1
+        self._folds[reason] += num_folds
+        self._count_windows(rows, counts, as_given)
         if finished is not None:
             for cursor, ends in zip(rows.cursors, finished, strict=True):
                 cursor.finished |= ends
@@ -322,6 +320,28 @@ class MetadataBackend:
         """Without payloads there is none to check; the manager checks slots and cursors itself."""
 
     # -- inside
+
+    def _count_windows(self, rows: MetadataRows, counts: list[int], as_given: bool) -> None:
+        """Windows and their drafts. ``as_given``: every row decodes, and its count stands."""
+        batch = rows.batch
+        query_lens: Sequence[int] = batch.query_lens
+        taken: Sequence[int] = counts
+        if not as_given:
+            columns = zip(batch.row_kinds, rows.cursors, query_lens, batch.min_accepted, counts, strict=True)
+            decoding = [
+                (query_len, min(max(count, least), query_len))
+                for kind, cursor, query_len, least, count in columns
+                if kind == at.DECODE and not cursor.finished
+            ]
+            query_lens, taken = [n for n, _ in decoding], [n for _, n in decoding]
+        self._windows += len(taken)
+        self._draft_tokens += sum(query_lens) - len(query_lens)
+        if len(taken) > 8 and self.config.max_query_len < 256:
+            # Bytes are searched in a twentieth of the time that a list takes.
+            query_lens, taken = bytes(query_lens), bytes(taken)
+        for count in {*taken}:
+            self._accepted[count] += taken.count(count)
+        self._accepted[1] -= query_lens.count(1)  # windows without drafts, of which one token was accepted
 
     def _fold(self, cursor: MetadataCursor, reason: int) -> None:
         self._folds[reason] += cursor.committed_len > cursor.checkpoint_len
