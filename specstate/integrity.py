@@ -12,15 +12,21 @@ from specstate.requests import Request
 
 
 def check_cursors(
-    config: StateConfig, backend: Backend, requests: Iterable[Request], preempted: Iterable[Preempted]
+    config: StateConfig,
+    backend: Backend,
+    requests: Iterable[Request],
+    preempted: Iterable[Preempted],
+    lent: set[int],
 ) -> None:
     """Each cursor is its owner's and within bounds; that of a preempted request is nobody's, of a free slot clean."""
     free = set(range(config.max_requests))
+    runs_in: dict[int, str] = {}
     for parked in preempted:
         if parked.record_slot is None:
             continue
         free.discard(parked.record_slot)
         cursor = backend.cursor(parked.record_slot)
+        runs_in[cursor.checkpoint_slot] = parked.request_id
         if cursor.generation != 0:
             raise SpecStateError(
                 f"record slot {parked.record_slot} is of generation {cursor.generation}, its owner "
@@ -42,10 +48,12 @@ def check_cursors(
         if cursor.checkpoint_len < 0:
             raise SpecStateError(f"{handle}: checkpoint_len = {cursor.checkpoint_len} is negative")
         slot = cursor.checkpoint_slot
-        if slot != request.checkpoint_slot and not request.moved:
+        if slot != request.checkpoint_slot and not (request.moved and slot in lent):
             raise SpecStateError(
                 f"{handle}: its cursor names checkpoint slot {slot}, it owns {request.checkpoint_slot}"
             )
+        if runs_in.setdefault(slot, handle.request_id) != handle.request_id:
+            raise SpecStateError(f"{handle} and {runs_in[slot]!r} both have their running checkpoint in slot {slot}")
         if cursor.boundary_len and not request.boundary_slot:
             raise SpecStateError(f"{handle}: a boundary checkpoint at {cursor.boundary_len} lies in no slot")
         if cursor.pending_len and not request.may_be_pending:
@@ -69,9 +77,13 @@ def check_lines(
     requests: Sequence[Request | None],
     blocks: Any,
     lent: set[int],
+    runs_in: dict[int, str],
     where: str,
 ) -> None:
-    """A caller's block table: its positions are the cursors', its slots are reserved, and no two rows write one."""
+    """A caller's block table: its positions are the cursors', its slots are reserved, and no two rows write one.
+
+    runs_in: whose running checkpoint lies in a slot; nobody else may write there.
+    """
     table, positions = (column.tolist() if hasattr(column, "tolist") else column for column in blocks)
     block_size = config.block_size
     assert block_size is not None
@@ -91,8 +103,12 @@ def check_lines(
             if slot not in lent and slot not in (0, request.checkpoint_slot):
                 raise SpecStateError(f"{name} is not reserved{where}")
             # Blocks that lie behind the row are read by whoever shares them, and written no more.
-            if slot and column >= cursor.committed_len // block_size and writers.setdefault(slot, row) != row:
+            if not slot or column < min(cursor.committed_len // block_size, len(table[entry]) - 1):
+                continue
+            if writers.setdefault(slot, row) != row:
                 raise SpecStateError(f"{name} is also one that row {writers[slot]} may write{where}")
+            if runs_in.get(slot, request.handle.request_id) != request.handle.request_id:
+                raise SpecStateError(f"{name} holds the running checkpoint of request {runs_in[slot]!r}{where}")
 
 
 def check_counts(

@@ -5,6 +5,7 @@ device, save where a method says so.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -139,7 +140,7 @@ class StateManager:
         """Puts a request at ``committed_len`` with a state made elsewhere (a prefill); what it had before is gone.
 
         states: one (recurrent [H, V, K] in the checkpoint dtype, conv [C, W-1] in the activation dtype, oldest input
-        first) pair a layer, copied; or None when the request's checkpoint slot has been written in place (see
+        first) pair a layer, copied to where its checkpoint lies; or None when that slot has been written in place (see
         ``checkpoints``). Raises StaleHandleError, StepOrderError while the request has an open step, SpecStateError
         for a wrong shape, dtype, device or length.
         """
@@ -150,9 +151,8 @@ class StateManager:
                 f"committed_len = {shown(committed_len)} is outside 0..{MAX_COMMITTED_LEN} "
                 f"(request {handle.request_id!r})"
             )
-        self._backend.load(request.checkpoint_slot, handle.record_slot, states, committed_len)
+        self._backend.load(handle.record_slot, states, committed_len)
         request.may_be_pending, request.in_use = False, True
-        request.moved &= states is None
         request.stands_at(committed_len)
         self._record("load", handle=handle, committed_len=committed_len, in_place=states is None)
 
@@ -347,7 +347,7 @@ class StateManager:
             with self._ledger.new_lives(self._backend, [request_id]) as ([handle], [checkpoint_slot]):
                 self._backend.admit(checkpoint_slot, handle.record_slot, handle.generation, sampling.columns())
                 self._backend.copy_slot(prefix.checkpoint_slot, checkpoint_slot)
-                self._backend.load(checkpoint_slot, handle.record_slot, None, key.num_tokens)
+                self._backend.load(handle.record_slot, None, key.num_tokens)
         except BaseException:
             prefixes.leave(prefix)
             raise
@@ -476,10 +476,7 @@ class StateManager:
         lies in one of them; nothing is changed then.
         """
         self._ledger.check_lent(slots)
-        owners = [(r.handle.request_id, r.handle.record_slot) for r in self._requests if r.moved]
-        owners += [(p.request_id, p.record_slot) for p in self._preempted if p.moved and p.record_slot is not None]
-        for request_id, record_slot in owners:
-            slot = self._backend.cursor(record_slot).checkpoint_slot
+        for slot, request_id in self._moved().items():
             if slot in slots:
                 raise SpecStateError(
                     f"return_checkpoints: the running checkpoint of request {request_id!r} lies in slot {slot}"
@@ -547,7 +544,7 @@ class StateManager:
         if self._debug:
             self._check_step(requests)
             if blocks is not None:
-                check_lines(self.config, self._backend, metadata, requests, blocks, self._ledger.lent, where)
+                self._check_lines(metadata, blocks, where, requests)
         own = self.config.block_size is not None and not by_table
         taken = self._take_boundary_slots(metadata, requests, where) if own else []
         try:
@@ -563,8 +560,10 @@ class StateManager:
                 if moving is not None:
                     moving.moved = True
         self._next_step = index + 1
-        check = self._check_step if self._debug else None
-        host = StepHost(self.config, self._backend, self._recorder, self._dropped_ends, check)
+        checks = [self._check_step] if self._debug else []
+        if self._debug and blocks is not None:  # once more when it ends: the table may have changed by then
+            checks.append(functools.partial(self._check_lines, metadata, blocks, where))
+        host = StepHost(self.config, self._backend, self._recorder, self._dropped_ends, checks)
         step = Step(index, metadata, requests, shape, rows, host, capture)
         used = blocks if capture is None else capture.rows.blocks
         table, stated = (None, None) if used is None else used
@@ -613,7 +612,7 @@ class StateManager:
             raise StepOrderError(f"capture_step: step {replaced.occupant.index} waits for a replay of {(rows, tokens)}")
         blocks = self._check_blocks(block_table, positions, 1, "")
         capture = Capture(backend, rows, tokens, blocks)
-        host = StepHost(self.config, backend, None, self._dropped_ends, None)
+        host = StepHost(self.config, backend, None, self._dropped_ends, [])
         empty = StepMetadata(handles=(), query_lens=())
         capture.recorded = Step(-1, empty, [], capture.shape, capture.rows, host)
         self._captures[capture.shape] = capture
@@ -819,6 +818,17 @@ class StateManager:
             )
         return self._backend.check_blocks(block_table, positions, least_len, where)
 
+    def _check_lines(self, metadata: StepMetadata, blocks: Any, where: str, requests: Sequence[Request | None]) -> None:
+        """Under debug."""
+        lent = self._ledger.lent
+        check_lines(self.config, self._backend, metadata, requests, blocks, lent, self._moved(), where)
+
+    def _moved(self) -> dict[int, str]:
+        """The slots where running checkpoints lie that a block table has moved, and whose they are; waits."""
+        owners = [(r.handle.request_id, r.handle.record_slot) for r in self._requests if r.moved]
+        owners += [(p.request_id, p.record_slot) for p in self._preempted if p.moved and p.record_slot is not None]
+        return {self._backend.cursor(record_slot).checkpoint_slot: name for name, record_slot in owners}
+
     def _take_boundary_slots(self, metadata: StepMetadata, requests: list[Request | None], where: str) -> list[Request]:
         """Gives a slot to every request whose window might reach a boundary and that has none; those requests."""
         block_size = self.config.block_size
@@ -850,8 +860,8 @@ class StateManager:
                 f"{', '.join(map(str, sorted(held)))}"
             )
         if at_boundary and request.open_step is None:
+            self._backend.clear_boundary(record_slot)  # first: should it fail, the slot still has its owner
             slot, request.boundary_slot = request.boundary_slot, 0
-            self._backend.clear_boundary(record_slot)
             return slot
         self._ledger.require(0, 1, f"no slot to publish request {request.handle.request_id!r} at {position}")
         slot = self._ledger.take_checkpoint()
@@ -970,7 +980,7 @@ class StateManager:
         self._ledger.check_integrity()
         if self._is_released:
             return
-        check_cursors(self.config, self._backend, self._requests, self._preempted)
+        check_cursors(self.config, self._backend, self._requests, self._preempted, self._ledger.lent)
         check_payloads(self._backend, settled)
 
     def _check_layer(self, layer: object) -> None:

@@ -40,8 +40,8 @@ class StepHost(NamedTuple):
     backend: Backend
     recorder: "TraceRecorder | None"
     dropped_ends: DroppedEnds
-    check: Callable[[Sequence[Request | None]], None] | None
-    """Under debug: refuses to go on when a rule of ownership is broken for the requests of a step."""
+    checks: Sequence[Callable[[Sequence[Request | None]], None]]
+    """Under debug: each refuses to go on when a rule of ownership is broken for the requests of a step."""
 
 
 class EndColumns(NamedTuple):
@@ -416,10 +416,11 @@ class Step:
     def _end(self, verb: str, num_accepted: Any, eager: Any, finished: Any) -> None:
         backend, rows, where = self._host.backend, self._rows, self._where
         counts, eager, finished, num_entries, _ = self.end_columns(verb, num_accepted, eager, finished)
-        if self._host.check is not None:
+        if self._host.checks:
             counted = [int(count) for count in counts]
             check_counts(backend, self.metadata, self._requests, counted, f"{verb}: num_accepted", where)
-            self._host.check(self._requests)
+            for check in self._host.checks:
+                check(self._requests)
         backend.end(rows, counts, True if verb == "commit" else eager, finished)
         self.num_entries = num_entries
         self._finish(verb, num_accepted=counts, eager=eager, finished=finished)

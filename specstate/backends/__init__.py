@@ -120,8 +120,8 @@ class Backend(Protocol):
         """Zero state at position 0; ``sampling`` is a line of the sampling table."""
         ...
 
-    def load(self, checkpoint_slot: int, record_row: int, states: Any, committed_len: int) -> None:
-        """Copies ``states`` (None: the slot was written in place) and stands at ``committed_len``, nothing pending."""
+    def load(self, record_row: int, states: Any, committed_len: int) -> None:
+        """Copies ``states`` to where the checkpoint lies (None: it lies there); stands at ``committed_len``."""
         ...
 
     def release(self, record_row: int) -> None:

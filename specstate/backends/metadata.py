@@ -6,6 +6,7 @@ one row at a time, so that a step of a few hundred rows costs microseconds.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class MetadataBackend:
     def admit(self, checkpoint_slot: int, record_row: int, generation: int, sampling: tuple[int, ...]) -> None:
         self._cursors[record_row] = MetadataCursor(generation, checkpoint_slot)
 
-    def load(self, checkpoint_slot: int, record_row: int, states: Any, committed_len: int) -> None:
+    def load(self, record_row: int, states: Any, committed_len: int) -> None:
         if states is not None:
             raise SpecStateError("states must be None on backend 'metadata', which holds no payloads")
         cursor = self._cursors[record_row]
@@ -200,7 +201,11 @@ class MetadataBackend:
             raise SpecStateError(
                 f"block_table has {len(lines)} entries, batch_index reads entry {least_len - 1}{where}"
             )
-        return lines, _as_list("positions", positions, int, least_len, where)
+        placed = _as_list("positions", positions, int, least_len, where)
+        for name, values in (("block_table", [*chain(*lines)]), ("positions", placed)):
+            if values and not -INT32_MAX <= min(values) <= max(values) <= INT32_MAX:
+                raise SpecStateError(f"{name} must be within int32{where}")
+        return lines, placed
 
     def begin(self, batch: Batch, where: str, blocks: tuple[list[list[int]], list[int]] | None = None) -> MetadataRows:
         table, nobody = self._cursors, self._nobody
@@ -215,6 +220,7 @@ class MetadataBackend:
     def null_row(self, rows: MetadataRows, row: int) -> None:
         batch = rows.batch
         batch.handles[row], batch.checkpoint_slots[row], batch.row_kinds[row] = None, 0, at.DUMMY
+        batch.boundary_slots[row] = 0
         rows.cursors[row] = self._nobody
 
     def verify(self, rows: MetadataRows, layer: int, inputs: LayerInputs, out: Any, where: str) -> None:

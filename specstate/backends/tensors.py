@@ -94,16 +94,16 @@ class TensorBackend:
         self.storage.cursors[record_row] = self._to_device(cursor)
 
     @shielded
-    def load(self, checkpoint_slot: int, record_row: int, states: Any, committed_len: int) -> None:
+    def load(self, record_row: int, states: Any, committed_len: int) -> None:
         if states is not None:
             self._check_states(states)
             # What lies in the storage itself may be overwritten before its turn comes.
             apart = [[self._apart(state) for state in pair] for pair in states]
+            slot = self.storage.cursors[record_row, at.CURSOR_SLOT :][:1].long()
             for layer, (recurrent, conv) in zip(self.storage.layers, apart, strict=True):
-                layer.recurrent[checkpoint_slot].copy_(recurrent)
+                layer.recurrent.index_copy_(0, slot, recurrent[None])
                 if layer.conv is not None:
-                    layer.conv[checkpoint_slot].copy_(conv)
-            self.storage.cursors[record_row, at.CURSOR_SLOT].fill_(checkpoint_slot)
+                    layer.conv.index_copy_(0, slot, conv[None])
         self._fill_ring(record_row, self._to_device([committed_len]))
         cursor = self.storage.cursors[record_row]
         cursor[at.CURSOR_CHECKPOINT_LEN].fill_(committed_len)
@@ -256,7 +256,9 @@ class TensorBackend:
         check_tensor("positions", positions, (None,), (torch.int32,), self.device, where)
         for name, tensor in (("block_table", block_table), ("positions", positions)):
             _check_len(name, tensor, least_len, where)
-        return BlockTable(block_table.detach(), positions.detach())
+        # Padded rows read any entry, but one that is there.
+        length = min(len(block_table), len(positions))
+        return BlockTable(block_table.detach()[:length], positions.detach()[:length])
 
     @shielded
     def begin(self, batch: Batch, where: str, blocks: BlockTable | None = None) -> StepTensors:

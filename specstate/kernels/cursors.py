@@ -138,7 +138,7 @@ def null_row(rows: torch.Tensor, row: int) -> None:
     columns = rows[row]
     columns[at.CHECKPOINT_SLOT].zero_()
     columns[at.RECORD_ROW].fill_(-1)
-    columns[at.CHECKPOINT_LEN :].zero_()
+    columns[at.BOUNDARY_SLOT :].zero_()
 
 
 def accepted_counts(

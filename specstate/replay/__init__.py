@@ -16,7 +16,7 @@ from specstate.layout import gib, plan_bytes
 from specstate.replay.checks import Differs, out_of_memory
 from specstate.replay.driver import Driver, ReplayBackend
 from specstate.trace import read_trace
-from specstate.trace.schema import Admit, Event, Fork, Resume, TraceError
+from specstate.trace.schema import Admit, Event, Fork, Publish, Reserve, Restore, Resume, TraceError
 from specstate.validation import check_flag
 
 #: What a replay shrinks every trace to, unless it runs at full shape: faults of order and ownership need no more.
@@ -95,19 +95,27 @@ def replay_file(
 def _slots_in_use(config: StateConfig, events: Sequence[Event]) -> StateConfig:
     """``config`` with the slots that the trace names and one more of each, which nothing may touch.
 
-    Pools hand out the lowest slots first, so those above were never anybody's.
+    Pools hand out the lowest slots first, so those above were never anybody's. Of slots for boundary checkpoints, which
+    no event names, a life has one at most.
     """
-    rows, slots = {0}, {1}
+    rows, slots, lives = {0}, {1}, 0
     for event in events:
-        if isinstance(event, Admit | Resume):
+        if isinstance(event, Admit | Resume | Restore):
+            lives += 1
             rows.add(event.handle.record_slot)
             slots.add(event.checkpoint_slot)
+        elif isinstance(event, Publish):
+            slots.add(event.checkpoint_slot)
+        elif isinstance(event, Reserve):
+            slots.update(event.checkpoint_slots)
         elif isinstance(event, Fork):
+            lives += len(event.handles)
             rows.update(handle.record_slot for handle in event.handles)
             slots.update(event.checkpoint_slots)
+    highest = max(slots) if config.block_size is None else max(*slots, len(slots) + lives)
     fewer = {
         "max_requests": min(max(rows) + 2, config.max_requests),
-        "num_checkpoints": min(max(slots) + 1, config.num_checkpoints),
+        "num_checkpoints": min(highest + 1, config.num_checkpoints),
     }
     return config.model_copy(update=fewer)
 

@@ -162,8 +162,6 @@ class Driver:
         life.stood.clear()
         life.stand_at(event.committed_len, self._config.record_capacity)
         life.finished, life.boundary_len = False, 0
-        if not event.in_place:
-            life.checkpoint_slot = life.home_slot
         self._checks.only_slots_changed({life.checkpoint_slot})
         return [life]
 
