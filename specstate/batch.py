@@ -79,9 +79,10 @@ def _find_by_row(metadata: StepMetadata, table: RequestTable, config: StateConfi
                 f"{name} is in step {request.open_step.index}, still open; end it, or cancel it if its forward failed"
                 f"{where}"
             )
-        if request.most_committed + query_len > MAX_POSITION:
+        most_committed = request.most_committed - request.overcounted
+        if most_committed + query_len > MAX_POSITION:
             raise SpecStateError(
-                f"{name} may stand at {request.most_committed}, query_lens[{row}] = {query_len} could lead past "
+                f"{name} may stand at {most_committed}, query_lens[{row}] = {query_len} could lead past "
                 f"{MAX_POSITION}; committed_len waits for the device and says where it stands{where}"
             )
         requests.append(request)

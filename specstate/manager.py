@@ -656,7 +656,7 @@ class StateManager:
         request = self._requests.of(handle)
         committed_len = self._backend.cursor(request.handle.record_slot).committed_len
         if request.open_step is None:
-            request.stands_at(committed_len)
+            request.overcounted = request.most_committed - committed_len
         return committed_len
 
     def checkpoints(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -850,8 +850,6 @@ class StateManager:
         """A checkpoint slot that nobody else owns, with the request's state at ``position``. Waits for the device."""
         record_slot, cursor = request.handle.record_slot, self._backend.cursor(request.handle.record_slot)
         checkpoint_len = cursor.committed_len if request.folded_by_verify else cursor.checkpoint_len
-        if request.open_step is None:
-            request.stands_at(cursor.committed_len)
         at_boundary = request.boundary_slot != 0 and position == cursor.boundary_len
         if not at_boundary and position not in (checkpoint_len, cursor.committed_len):
             held = {checkpoint_len, cursor.committed_len, *([cursor.boundary_len] if cursor.boundary_len else [])}
@@ -862,6 +860,7 @@ class StateManager:
         if at_boundary and request.open_step is None:
             self._backend.clear_boundary(record_slot)  # first: should it fail, the slot still has its owner
             slot, request.boundary_slot = request.boundary_slot, 0
+            request.stands_at(cursor.committed_len)
             return slot
         self._ledger.require(0, 1, f"no slot to publish request {request.handle.request_id!r} at {position}")
         slot = self._ledger.take_checkpoint()
@@ -875,6 +874,8 @@ class StateManager:
         except BaseException:
             self._ledger.checkpoint_slots.free(slot)
             raise
+        if request.open_step is None:
+            request.stands_at(cursor.committed_len)
         return slot
 
     def _stop(self, request: Request, fold: bool) -> Preempted:

@@ -29,6 +29,9 @@ class Request:
     """It has committed no more tokens than these, once every step that has ended has run."""
     least_committed: int = 0
     """Nor fewer than these, as far as the host knows."""
+    overcounted: int = 0
+    """By how much ``most_committed`` is too high, as the last ``committed_len`` saw. Who takes which slot goes by the
+    other two alone: a look must not change it."""
     boundary_slot: int = 0
     """Checkpoint slot of its own for boundary checkpoints; 0: none yet."""
     moved: bool = False
@@ -51,6 +54,7 @@ class Request:
     def stands_at(self, committed_len: int) -> None:
         """The host knows."""
         self.most_committed = self.least_committed = committed_len
+        self.overcounted = 0
 
 
 def check_request_id(request_id: object, what: str) -> None:
