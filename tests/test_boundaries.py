@@ -89,8 +89,8 @@ class Blocks(Both):
         """To a state that it had, or that another of the same tokens had."""
         states = self.past[name][position]
         pairs = [(state.recurrent, state.conv) for state in states]
-        for manager, given in zip(self.managers, (pairs, None), strict=True):
-            manager.load(self.handles[name], given, position)
+        for manager, copied in zip(self.managers, (pairs, None), strict=True):
+            manager.load(self.handles[name], copied, position)
         self.twins[name].states, self.twins[name].committed_len = list(states), position
         self.bounds.pop(name, None)
 
@@ -255,7 +255,7 @@ def test_a_window_that_lands_on_a_boundary(taps: int | None, verb: str, policy: 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("accepted", [1, 2, 3, 4])
-@pytest.mark.parametrize("size", [4, 5, 7])
+@pytest.mark.parametrize("size", [4, 7])
 def test_rows_from_everywhere_before_a_boundary(size: int, accepted: int, policy: str) -> None:
     """One step over four rows, 1 to 4 tokens short of the boundary: those that reach it, and those alone, fold."""
     both = Blocks(policy, block_size=size, max_requests=5)
@@ -561,8 +561,7 @@ def test_a_fork_has_no_boundary_and_a_load_forgets_it(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("width", [1, 2, 3, 5])
-@pytest.mark.parametrize("size", [4, 6])
+@pytest.mark.parametrize(("size", "width"), [(4, 1), (4, 3), (4, 5), (6, 2)])
 def test_blocks_end_where_the_table_says(size: int, width: int, policy: str) -> None:
     """Two rows through four blocks: the running checkpoint moves on, the last column is its last, and 0 is none."""
     both = Blocks(policy, block_size=size, num_checkpoints=20)
@@ -723,12 +722,12 @@ def test_a_table_without_block_size_is_refused() -> None:
     handle = both.call("admit", "a")
     metadata = StepMetadata(handles=(handle,), query_lens=(2,))
     words = r"block_table, positions and block_size go together: {} not given \(step 0\)"
-    for given, missing in (
+    for options, missing in (
         ({"block_table": TABLE, "positions": POSITIONS}, "block_size"),
         ({"block_table": TABLE}, "positions and block_size"),
         ({"positions": POSITIONS}, "block_table and block_size"),
     ):
-        both.refuses(SpecStateError, words.format(missing), "begin_step", metadata, **given)
+        both.refuses(SpecStateError, words.format(missing), "begin_step", metadata, **options)
 
 
 @pytest.mark.parametrize("values", [[[10**400, 2]], [[2, -(2**31)]]], ids=["vast", "beyond int32"])
