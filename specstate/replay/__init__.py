@@ -16,7 +16,7 @@ from specstate.layout import gib, plan_bytes
 from specstate.replay.checks import Differs, out_of_memory
 from specstate.replay.driver import Driver, ReplayBackend
 from specstate.trace import read_trace
-from specstate.trace.schema import Admit, Event, Fork, Publish, Reserve, Restore, Resume, TraceError
+from specstate.trace.schema import Admit, Event, Fork, Import, Publish, Recover, Reserve, Restore, Resume, TraceError
 from specstate.validation import check_flag
 
 #: What a replay shrinks every trace to, unless it runs at full shape: faults of order and ownership need no more.
@@ -95,12 +95,12 @@ def replay_file(
 def _slots_in_use(config: StateConfig, events: Sequence[Event]) -> StateConfig:
     """``config`` with the slots that the trace names and one more of each, which nothing may touch.
 
-    Pools hand out the lowest slots first, so those above were never anybody's. Of slots for boundary checkpoints, which
-    no event names, a life has one at most.
+    Pools hand out the lowest slots first, so those above were never anybody's. No event names the slots for boundary
+    checkpoints, of which a life has one at most, nor those of preempted requests that come out of a snapshot.
     """
-    rows, slots, lives = {0}, {1}, 0
+    rows, slots, lives, parked = {0}, {1}, 0, 0
     for event in events:
-        if isinstance(event, Admit | Resume | Restore):
+        if isinstance(event, Admit | Resume | Restore | Import):
             lives += 1
             rows.add(event.handle.record_slot)
             slots.add(event.checkpoint_slot)
@@ -112,10 +112,15 @@ def _slots_in_use(config: StateConfig, events: Sequence[Event]) -> StateConfig:
             lives += len(event.handles)
             rows.update(handle.record_slot for handle in event.handles)
             slots.update(event.checkpoint_slots)
-    highest = max(slots) if config.block_size is None else max(*slots, len(slots) + lives)
+        elif isinstance(event, Recover):
+            lives += len(event.requests)
+            parked += len(event.requests) - len(event.handles)
+            rows.update(handle.record_slot for handle in event.handles)
+            slots.update(event.checkpoint_slots, (prefix.checkpoint_slot for prefix in event.published))
+    unnamed = parked + (0 if config.block_size is None else lives)
     fewer = {
-        "max_requests": min(max(rows) + 2, config.max_requests),
-        "num_checkpoints": min(highest + 1, config.num_checkpoints),
+        "max_requests": min(max(rows) + 2 + parked, config.max_requests),
+        "num_checkpoints": min(max(slots) + 1 + unnamed, config.num_checkpoints),
     }
     return config.model_copy(update=fewer)
 
