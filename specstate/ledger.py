@@ -132,7 +132,7 @@ class Ledger:
         """``count`` checkpoint slots for the caller. Raises CapacityError when they are not there."""
         if type(count) is not int or count < 1:
             raise SpecStateError(f"reserve_checkpoints: n = {shown(count)} must be a number of slots, 1 or more")
-        self.require(0, count, f"no {count} checkpoint slots to reserve")
+        self.require(0, count, f"no {shown(count)} checkpoint slots to reserve")
         slots = [self.take_checkpoint() for _ in range(count)]
         self.lent.update(slots)
         return slots

@@ -33,7 +33,7 @@ class PrefixKey:
     @classmethod
     def of(cls, tokens: Sequence[int]) -> "PrefixKey":
         """The key of token ids, by SHA-256 over them as int64. Raises SpecStateError when one is no such integer."""
-        if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
+        if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray | memoryview):
             raise SpecStateError(f"tokens must be a sequence of token ids, not {type(tokens).__name__}")
         if {*map(type, tokens)} - {int} or (tokens and not -INT64_MAX <= min(tokens) <= max(tokens) <= INT64_MAX):
             raise SpecStateError("tokens must be integers within int64")

@@ -23,6 +23,7 @@ from specstate import (
     Handle,
     KDALayerSpec,
     LayerParams,
+    PrefixKey,
     SampleResult,
     SamplingParams,
     SpecStateError,
@@ -43,7 +44,8 @@ TRACE = Path(__file__).parent / "traces" / "class13_new_parameters_ring.jsonl"
 QUERY_LENS = (3, 2)
 TOKENS = sum(QUERY_LENS)
 VOCAB = 5
-CONFIG = make_config(num_heads=1, head_k_dim=2, head_v_dim=3, conv_kernel_size=3, max_query_len=3, max_requests=4)
+SIZES: dict[str, Any] = {"max_query_len": 3, "max_requests": 4, "block_size": 3, "num_checkpoints": 12}
+CONFIG = make_config(num_heads=1, head_k_dim=2, head_v_dim=3, conv_kernel_size=3, **SIZES)
 BACKENDS = ("reference", "metadata")
 ALONE = ("metadata",)  # what has no manager needs no more than one
 
@@ -60,10 +62,13 @@ class World:
         self.gone = self.manager.admit("gone")
         self.manager.release(self.gone)
         self.a, self.b = self.manager.admit("a"), self.manager.admit("b")
+        self.reserved = self.manager.reserve_checkpoints(2)
         if stage != "nothing pending":
             self.verify(self.begin()).defer(self.counts)
         if stage == "preempted":
             self.manager.preempt(self.b)
+        if stage == "published":
+            self.manager.publish(self.a, (1, 1))
         if stage in ("begun", "begun and flushed", "verified"):
             self.step = self.begin()
         if stage == "begun and flushed":
@@ -221,6 +226,8 @@ VALUES: dict[str, Callable[[World], Any]] = {
     "metadata": lambda w: StepMetadata(handles=(), query_lens=()),
     "params": lambda w: make_params(CONFIG)[0],
     "preset": lambda w: KIMI_K3,
+    "prefix key": lambda w: PrefixKey("x", 2),
+    "unknown prefix key": lambda w: PrefixKey("x", 9),
 }
 
 
@@ -354,6 +361,12 @@ def capture(world: World, arguments: dict[str, Any]) -> None:
             raise
 
 
+def with_table(world: World) -> dict[str, Any]:
+    table = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32)
+    positions = torch.tensor([2, 1], dtype=torch.int32)
+    return {"metadata": world.metadata, "pad_to": (4, 9), "block_table": table, "positions": positions}
+
+
 def recorder(world: World, arguments: dict[str, Any]) -> None:
     """Built, and given to a manager."""
     with TraceRecorder(**arguments) as trace:
@@ -372,6 +385,12 @@ PER_LAYER = {"0", "1"}
 FOREIGN = {"numpy int", "numpy float", "scalar tensor"}  # pydantic takes them for the floats that they become
 COUNTS = {*FINE, "one long", "int32", "int64"}
 MASK = {"None", *FINE, "one long", "bools", "bool tensor"}
+#: Forms of a block table that both backends take; its contents are the caller's affair unless under debug.
+TABLES = {*FINE, "one long", "one wider"}
+PLACES = {*FINE, "one long"}
+TABLE_WORDS = {"block_table": ("block_table",), "positions": ("positions",)}
+KEYS = {"(1, 1)", "[1, 1]", "range", "prefix key"}  # of two tokens, as many as "a" has committed
+KEY_WORDS = ("tokens", "key.num_tokens", "num_tokens = ")
 # Any sequence of live handles, an empty one too.
 HANDLES = {"()", "[]", "empty string", "empty bytes", "[live handle]"}
 
@@ -478,6 +497,101 @@ CALLS = [
         lambda w: {"metadata": w.metadata, "pad_to": (4, 9)},
         method("begin_step"),
         {"metadata": {"metadata"}, "pad_to": {"None", "3"}},
+    ),
+    Call(
+        "begin_step with a table",
+        with_table,
+        method("begin_step"),
+        {
+            "metadata": {"metadata"},
+            "pad_to": {"None", "3"},
+            "block_table": TABLES,
+            "positions": PLACES,
+        },
+        backends=("reference",),
+        words=TABLE_WORDS,
+    ),
+    Call(
+        "begin_step with a table, without payloads",
+        with_table,
+        method("begin_step"),
+        {
+            "metadata": {"metadata"},
+            "pad_to": {"None", "3"},
+            "block_table": {*TABLES, "as list"},
+            "positions": {
+                *PLACES,
+                "bytearray",
+                "memoryview",
+                "as list",
+                "as array",
+                "int64",
+                "(1, 1)",
+                "[1, 1]",
+                "range",
+                "int array",
+                "int tensor",
+            },
+        },
+        backends=("metadata",),
+        words=TABLE_WORDS,
+    ),
+    Call(
+        "publish",
+        lambda w: {"handle": w.a, "key": (5, 6)},
+        method("publish"),
+        {**HANDLE, "key": KEYS},
+        words={"key": KEY_WORDS},
+    ),
+    Call(
+        "is_published",
+        lambda w: {"key": (1, 1)},
+        method("is_published"),
+        {"key": {*KEYS, "unknown prefix key"}},
+        stage="published",
+        words={"key": KEY_WORDS},
+    ),
+    Call(
+        "restore",
+        lambda w: {"key": (1, 1), "request_id": "c", "sampling": SamplingParams(seed=3)},
+        method("restore"),
+        {
+            "key": {"(1, 1)", "[1, 1]"},
+            "request_id": {"string", "'3'", "nul", "long string"},
+            "sampling": {"None", "sampling"},
+        },
+        stage="published",
+        words={"key": (*KEY_WORDS, "no state is published under")},
+    ),
+    Call(
+        "reserve_checkpoints",
+        lambda w: {"n": 2},
+        method("reserve_checkpoints"),
+        {"n": {"1", "3"}},
+        words={"n": ("n = ", "no ")},
+    ),
+    Call(
+        "return_checkpoints",
+        lambda w: {"slots": w.reserved},
+        method("return_checkpoints"),
+        {"slots": {"()", "[]"}},
+        stage="published",
+        words={("slots", 1): "slots"},
+    ),
+    Call(
+        "PrefixKey",
+        lambda w: {"digest": "x", "num_tokens": 3},
+        built(PrefixKey),
+        {"digest": {"string", "'3'", "nul", "long string"}, "num_tokens": {"1", "3"}},
+        backends=ALONE,
+    ),
+    Call(
+        "PrefixKey.of",
+        lambda w: {"tokens": (5, 6)},
+        built(PrefixKey.of),
+        {"tokens": {"(1, 1)", "[1, 1]", "range"}},
+        words={"tokens": ("tokens", "num_tokens")},
+        backends=ALONE,
     ),
     Call("warmup", lambda w: {"captures": 1}, method("warmup"), {"captures": {"0", "1", "3"}}),
     Call("capture_step", lambda w: {"rows": 2, "tokens": 8}, capture, {"rows": {"1", "3"}, "tokens": {"1", "3"}}),
@@ -838,7 +952,7 @@ def test_wrong_arguments(call: Call, path: Any, backend: str, tmp_path: Path, mo
 def test_every_public_method_is_in_the_table() -> None:
     """What takes nothing, or belongs to a GPU, is left out."""
     called = {call.name.split()[0] for call in CALLS}
-    nothing = {"counters", "digest", "check_integrity", "cancel"}
+    nothing = {"counters", "metrics", "digest", "check_integrity", "published", "cancel"}
     inside = {"null_request", "refresh", "end_columns"}  # of the step, for its manager and RankAgreement
     for kind in (StateManager, Step):
         names = {name for name, value in vars(kind).items() if callable(value) and not name.startswith("_")}
