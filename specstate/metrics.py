@@ -22,7 +22,7 @@ class Folds:
     at_boundary: int
     """By the end of a step that reached a boundary."""
     in_verify: int
-    """By a verify, in its pass over the state: policy "deferred"."""
+    """By a verify, in its pass over the state: policy "deferred". Counted when its step ends, for those still in it."""
     by_flush: int
     """By a flush, and by whatever flushes first: a fence, a fold at preemption, a retraction."""
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specstate import StateManager, StepMetadata, TraceRecorder
+from specstate import PrefixKey, StateManager, StepMetadata, TraceRecorder
 from specstate.replay import replay_file
 from specstate.step import Step
 from tests.factories import (
@@ -352,3 +352,43 @@ def test_an_admit_that_fails_takes_no_slot(policy: str) -> None:
         index += 1
     assert index > LAYERS and not story.manager.can_admit()
     story.check()
+
+
+#: What takes checkpoint slots beside an admit, and how many, of requests that stand at 10 and at 9.
+TAKES: dict[str, tuple[Callable[[StateManager, list[Any]], Any], int]] = {
+    "publish what is committed": (lambda m, handles: m.publish(handles[0], PrefixKey("new", 10)), 1),
+    "publish a boundary": (lambda m, handles: m.publish(handles[0], PrefixKey("new", 9)), 0),
+    "restore": (lambda m, handles: m.restore(PrefixKey("old", 2), "new"), 1),
+    "fork": (lambda m, handles: m.fork(handles[0], ["new"]), 1),
+    "a window that may cross": (
+        lambda m, handles: m.begin_step(StepMetadata(handles=(handles[1],), query_lens=(3,))),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("verb", TAKES)
+def test_what_fails_takes_no_slot(verb: str, policy: str) -> None:
+    """With a published prefix, which nobody needs to give up here, and boundary checkpoints of both requests."""
+    act, takes = TAKES[verb]
+    story = Story(policy, max_requests=4, num_checkpoints=8, num_layers=2, block_size=3)
+    story.manager.publish(story.handles[0], PrefixKey("old", 2))
+    story.step.cancel()
+    rows = story.rows()
+    for seed, counts in enumerate(((3, 3), (3, 2), (2, 1))):
+        run_step(story.manager, [(*row, 3, n) for row, n in zip(rows, counts, strict=True)], seed=4000 + seed)
+    assert [twin.committed_len for twin in story.twins] == [10, 9]
+    # What the second has at its boundary is handed over, so that it needs another slot.
+    story.manager.publish(story.handles[1], PrefixKey("handed over", 9))
+    before, index = story.manager.metrics(), 0
+    while _fails(lambda: act(story.manager, story.handles), index, (MemoryError, KeyboardInterrupt)[index % 2]()):
+        story.check()
+        assert story.manager.metrics() == before
+        index += 1 if policy == "ring" else 3  # which has no say in most of them
+    assert index > 0
+    story.check()
+    assert story.manager.metrics().checkpoint_slots_in_use == before.checkpoint_slots_in_use + takes
+    if "window" in verb:
+        story.manager._requests.of(story.handles[1]).open_step.cancel()  # type: ignore[union-attr]
+    story.go_on(1)

@@ -18,6 +18,7 @@ import torch
 from specstate import (
     CapacityError,
     LayerParams,
+    PrefixKey,
     SpecStateError,
     StaleHandleError,
     StateManager,
@@ -261,6 +262,7 @@ def handle_cases() -> list[Refusal]:
         "preempt": lambda w, handle: w.manager.preempt(handle),
         "preempt and fold": lambda w, handle: w.manager.preempt(handle, fold=True),
         "retract": lambda w, handle: w.manager.retract(handle),
+        "publish": lambda w, handle: w.manager.publish(handle, (1, 2)),
         "read": lambda w, handle: w.manager.read(handle, 0),
         "committed_len": lambda w, handle: w.manager.committed_len(handle),
         "flush": lambda w, handle: w.manager.flush([w.b, handle]),
@@ -529,6 +531,84 @@ def between_lives_cases() -> list[Refusal]:
         ("discard of a released request", lambda w: w.manager.discard("gone"), ("discard", "request_id", "'gone'")),
         ("fence in another mode", lambda w: w.manager.fence("fold"), ("mode = 'fold'", "'flush' or 'drop'")),
     )
+
+
+def prefix_cases() -> list[Refusal]:
+    def publish(world: World, key: Any) -> Any:
+        return world.manager.publish(world.a, key)
+
+    def begin(world: World, **blocks: Any) -> Any:
+        return world.manager.begin_step(world.metadata, **blocks)
+
+    at_3, table, positions = PrefixKey("x", 3), torch.ones(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    together = ("block_table, positions and block_size go together", "step 1")
+    cases = refusals(
+        "idle",
+        ("publish of a position not held", lambda w: publish(w, at_3), ("num_tokens = 3", "'a'", "states at 0, 2")),
+        ("publish under no tokens", lambda w: publish(w, ()), ("num_tokens = 0", "1..")),
+        ("publish under a string", lambda w: publish(w, "ab"), ("tokens", "str")),
+        ("publish under floats", lambda w: publish(w, [1.0, 2.0]), ("tokens", "integers")),
+        ("is_published of None", lambda w: w.manager.is_published(None), ("tokens", "NoneType")),
+        ("restore of nothing", lambda w: w.manager.restore(at_3, "c"), ("restore", "'x'", "num_tokens=3", "'c'")),
+        ("restore of None", lambda w: w.manager.restore(None, "c"), ("tokens", "NoneType")),
+        ("restore of a live id", lambda w: w.manager.restore(at_3, "b"), ("request_id", "'b'", "live already")),
+        ("restore of no id", lambda w: w.manager.restore(at_3, ""), ("request_id", "''")),
+        ("restore with sampling as a dict", lambda w: w.manager.restore(at_3, "c", {}), ("sampling", "dict", "'c'")),
+        (
+            "reserve_checkpoints beyond the slots",
+            lambda w: w.manager.reserve_checkpoints(2),
+            ("2 checkpoint slots to reserve", "1 of num_checkpoints = 3", "0 more hold prefixes"),
+            CapacityError,
+        ),
+        ("return_checkpoints of a number", lambda w: w.manager.return_checkpoints(3), ("slots = 3", "sequence")),
+        (
+            "return_checkpoints of a free slot",
+            lambda w: w.manager.return_checkpoints([3]),
+            ("slots[0] = 3", "reserved"),
+        ),
+        ("return_checkpoints of an owned slot", lambda w: w.manager.return_checkpoints([1]), ("slots[0] = 1",)),
+        ("return_checkpoints of the null slot", lambda w: w.manager.return_checkpoints([0]), ("slots[0] = 0",)),
+        (
+            "begin_step with a table, without block_size",
+            lambda w: begin(w, block_table=table, positions=positions),
+            (*together, ": block_size not given"),
+        ),
+        (
+            "begin_step with a table alone",
+            lambda w: begin(w, block_table=table),
+            (*together, "positions and block_size not given"),
+        ),
+        (
+            "begin_step with positions alone",
+            lambda w: begin(w, positions=positions),
+            (*together, "block_table and block_size not given"),
+        ),
+    )
+    for bad in (0, -1, None, "2", 1.0, True):
+        words = ("reserve_checkpoints", f"n = {bad!r}")
+        cases += refusals(
+            "idle",
+            (f"reserve_checkpoints of {bad!r}", lambda w, bad=bad: w.manager.reserve_checkpoints(bad), words),
+        )
+    for stage, held in (("begun", "0, 2"), ("begun and flushed", "2"), ("verified", "2"), ("deferred", "2, 5")):
+        cases += refusals(
+            stage,
+            (
+                "publish of a position in the window",
+                lambda w: publish(w, at_3),
+                ("num_tokens = 3", "'a'", f"states at {held}"),
+            ),
+        )
+    cases += refusals(
+        "one layer verified",
+        (
+            "publish between verifies",
+            lambda w: publish(w, PrefixKey("x", 2)),
+            ("publish", "'a'", "step 1", "1 of whose 2 layers"),
+            StepOrderError,
+        ),
+    )
+    return cases
 
 
 def params_cases() -> list[Refusal]:
@@ -838,6 +918,7 @@ CASES = [
     *begin_cases(),
     *flush_cases(),
     *between_lives_cases(),
+    *prefix_cases(),
     *params_cases(),
     *step_tensor_cases(),
     *order_cases(),
