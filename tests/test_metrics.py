@@ -306,3 +306,26 @@ def test_metrics_of_a_random_run_are_those_counted_along(policy: str) -> None:
     assert folds == reasons.get(policy, {"at_end", "when_full", "by_mask", "at_boundary", "by_flush"})
     zero = {name for name, value in dataclasses.asdict(metrics).items() if not value}
     assert zero <= {"pending_rows", "reserved_slots", "boundary_slots", "misplaced_rows", "prefix_evictions"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("verb", ["commit", "eager"])
+def test_a_finished_request_folds_what_it_had(verb: str, policy: str) -> None:
+    """Its window accepts nothing, and folds all the same; so the two backends agree, and count alike."""
+    run = Run(policy, seed=0)
+    run.admit()
+    (request,) = run.live.values()
+    for finished, end in ((True, "defer"), (False, verb)):
+        steps = [m.begin_step(StepMetadata(handles=(request.handle,), query_lens=(3,))) for m in run.managers]
+        verify_all(steps[0], make_inputs(run.config, 3, 1))
+        steps[1].replayed("verify")
+        for step in steps:
+            if end == "commit":
+                step.commit(torch.tensor([2]))
+            else:
+                step.defer(torch.tensor([2]), torch.tensor([end == "eager"]), torch.tensor([finished]))
+    assert run.call("committed_len", request.handle) == 2
+    folds = {"eager": {"at_end": 1}, "deferred": {"in_verify": 1}}
+    ring = {"at_end": 1} if verb == "commit" else {"by_mask": 1}
+    assert run.call("metrics").folds == make_folds(**folds.get(policy, ring))
+    run.call("digest")

@@ -265,9 +265,8 @@ class MetadataBackend:
         ):
             if cursor.finished:
                 self._wasted += cursor is not self._nobody
-                as_given = False
-                continue
-            if not least <= count <= query_len:
+                count, as_given = 0, False
+            elif not least <= count <= query_len:
                 self._clamps += 1
                 count, as_given = min(max(count, least), query_len), False
             committed_len = cursor.committed_len = cursor.committed_len + count
