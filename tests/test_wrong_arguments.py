@@ -367,6 +367,23 @@ def with_table(world: World) -> dict[str, Any]:
     return {"metadata": world.metadata, "pad_to": (4, 9), "block_table": table, "positions": positions}
 
 
+def exported(world: World, verb: str, *handles: Handle) -> io.BytesIO:
+    file = io.BytesIO()
+    getattr(world.manager, verb)(*handles, file)
+    file.seek(0)
+    return file
+
+
+def recover(world: World, arguments: dict[str, Any]) -> None:
+    """Into a manager that holds nothing, and holds nothing after a refusal."""
+    empty = make_manager(CONFIG) if world.payloads else StateManager(CONFIG, None, backend="metadata")
+    try:
+        empty.recover(**arguments)
+    except SpecStateError:
+        assert empty.metrics().checkpoint_slots_in_use == empty.num_requests == 0
+        raise
+
+
 def recorder(world: World, arguments: dict[str, Any]) -> None:
     """Built, and given to a manager."""
     with TraceRecorder(**arguments) as trace:
@@ -562,6 +579,39 @@ CALLS = [
         },
         stage="published",
         words={"key": (*KEY_WORDS, "no state is published under")},
+    ),
+    Call(
+        "export",
+        lambda w: {"handle": w.a, "file": io.BytesIO(), "fold": False},
+        method("export"),
+        {**HANDLE, "file": {"string", "'3'"}, "fold": {"True", "False"}},
+        words={"file": ("file", "cannot be written")},
+    ),
+    Call(
+        "import_request",
+        lambda w: {"file": exported(w, "export", w.a), "request_id": "c", "sampling": SamplingParams(seed=3)},
+        method("import_request"),
+        {"request_id": {"string", "'3'", "nul", "long string"}, "sampling": {"None", "sampling"}},
+        words={"file": ("file", "cannot be read")},
+    ),
+    Call(
+        "snapshot",
+        lambda w: {"file": io.BytesIO()},
+        method("snapshot"),
+        {"file": {"string", "'3'"}},
+        words={"file": ("file", "cannot be written")},
+    ),
+    Call(
+        "recover", lambda w: {"file": exported(w, "snapshot")}, recover, {}, words={"file": ("file", "cannot be read")}
+    ),
+    Call(
+        "bind_storage",
+        lambda w: {"storage": storage()},
+        method("bind_storage"),
+        {("storage", 1, i): FINE - {"strided", "of inference mode"} for i in (0, 1)},
+        stage="nothing pending",
+        backends=("reference",),
+        words={("storage", 1): "storage[1]", ("storage", 1, 0): "storage[", ("storage", 1, 1): "storage["},
     ),
     Call(
         "reserve_checkpoints",
@@ -953,6 +1003,7 @@ def test_every_public_method_is_in_the_table() -> None:
     """What takes nothing, or belongs to a GPU, is left out."""
     called = {call.name.split()[0] for call in CALLS}
     nothing = {"counters", "metrics", "digest", "check_integrity", "published", "cancel"}
+    nothing |= {"forget_captures", "release_storage"}
     inside = {"null_request", "refresh", "end_columns"}  # of the step, for its manager and RankAgreement
     for kind in (StateManager, Step):
         names = {name for name, value in vars(kind).items() if callable(value) and not name.startswith("_")}
