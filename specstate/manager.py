@@ -551,7 +551,7 @@ class StateManager:
             batch = step_batch(metadata, requests, shape, own)
             rows = self._backend.begin(batch, where, blocks) if capture is None else capture.stage(batch, where)
         except BaseException:
-            for request in taken:
+            for request in reversed(taken):
                 self._ledger.checkpoint_slots.free(request.boundary_slot)
                 request.boundary_slot = 0
             raise
@@ -727,6 +727,8 @@ class StateManager:
                 lines.append([request.boundary_slot, cursor.boundary_len])
         for parked in sorted(self._preempted, key=lambda preempted: preempted.request_id):
             lines.append([parked.request_id, parked.record_slot, parked.checkpoint_slot])
+            if parked.boundary_slot:
+                lines.append([parked.boundary_slot])
         for prefix in self._ledger.prefixes:
             lines.append([*dataclasses.astuple(prefix.key), prefix.checkpoint_slot, prefix.num_users])
         if self._ledger.lent:

@@ -16,7 +16,19 @@ from specstate.layout import gib, plan_bytes
 from specstate.replay.checks import Differs, out_of_memory
 from specstate.replay.driver import Driver, ReplayBackend
 from specstate.trace import read_trace
-from specstate.trace.schema import Admit, Event, Fork, Import, Publish, Recover, Reserve, Restore, Resume, TraceError
+from specstate.trace.schema import (
+    Admit,
+    BeginStep,
+    Event,
+    Fork,
+    Import,
+    Publish,
+    Recover,
+    Reserve,
+    Restore,
+    Resume,
+    TraceError,
+)
 from specstate.validation import check_flag
 
 #: What a replay shrinks every trace to, unless it runs at full shape: faults of order and ownership need no more.
@@ -108,6 +120,8 @@ def _slots_in_use(config: StateConfig, events: Sequence[Event]) -> StateConfig:
             slots.add(event.checkpoint_slot)
         elif isinstance(event, Reserve):
             slots.update(event.checkpoint_slots)
+        elif isinstance(event, BeginStep):
+            slots.update(slot for line in event.block_table or () for slot in line if slot <= config.num_checkpoints)
         elif isinstance(event, Fork):
             lives += len(event.handles)
             rows.update(handle.record_slot for handle in event.handles)

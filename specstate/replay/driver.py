@@ -80,7 +80,7 @@ class Driver:
         self._is_released = False
         self._preempted: dict[str, Life] = {}
         self._prefixes: dict[PrefixKey, list[Expected]] = {}
-        """What is published, or was until it was evicted."""
+        """What is published, and what was evicted since the last publish."""
         self._ended_blocks: list[tuple[str, int, list[Expected]]] = []
         """Of a step that is ending: boundary checkpoints in the caller's slots."""
         self._steps: dict[int, OpenStep] = {}
@@ -191,8 +191,10 @@ class Driver:
         else:
             self._checks.call(lambda: self._manager.preempt(event.handle, fold=event.fold))
         if isinstance(event, Retract) or event.fold:
-            life.checkpoint_slot, life.boundary_slot, life.boundary_len = life.home_slot, 0, 0
-            self._folded([life])
+            # Folded where it lay, and copied home from wherever a block table had moved it.
+            lay, life.checkpoint_slot = life.checkpoint_slot, life.home_slot
+            life.boundary_slot = life.boundary_len = 0
+            self._folded([life], {lay})
         else:  # what its step has verified may have been folded there, and its end will not say so
             life.layers = [self._model.folded(expected) for expected in life.layers]
         del self._lives[event.handle]
@@ -215,7 +217,9 @@ class Driver:
             life.stood |= preempted.stood
             life.boundary_slot, life.boundary_len = preempted.boundary_slot, preempted.boundary_len
             life.boundary_layers = preempted.boundary_layers
+            life.home_slot = preempted.home_slot
         self._checks.equal("checkpoint slot", slot, life.checkpoint_slot)
+        self._checks.equal("checkpoint slot of its own", life.home_slot, event.checkpoint_slot)
         self._checks.only_slots_changed({slot})
         return [life]
 
@@ -237,6 +241,9 @@ class Driver:
 
     def _publish(self, event: Publish) -> list[Life]:
         life, key = self._life(event.handle), event.key
+        # Of what was evicted the digest tells, by the slots of what is left.
+        published = self._manager.published()
+        self._prefixes = {known: layers for known, layers in self._prefixes.items() if known in published}
         self._checks.call(lambda: self._manager.publish(event.handle, key))
         slot = self._manager.published().get(key)
         self._checks.equal("checkpoint slot", slot, event.checkpoint_slot)
@@ -346,8 +353,9 @@ class Driver:
                 f"pad_to = {list(event.pad_to)} is beyond the {MAX_PADDED} that a replay runs; backend 'metadata' "
                 "replays it without payloads"
             )
+        # Where no row reads an entry there is none, and no number of blocks.
         table, positions = (
-            None if column is None else torch.tensor(column, dtype=torch.int32, device=self._device)
+            torch.tensor(column, dtype=torch.int32, device=self._device) if column else None
             for column in (event.block_table, event.positions)
         )
         step = self._checks.call(lambda: self._manager.begin_step(metadata, event.pad_to, table, positions))
@@ -365,6 +373,8 @@ class Driver:
                     life.boundary_slot = slot
         else:
             open_step.lines = [self._line(event, row, life) for row, life in enumerate(rows)]
+            misplaced = [-1 if life and not line else 0 for life, line in zip(rows, open_step.lines, strict=True)]
+            self._checks.equal("boundary_slots", step.boundary_slots.tolist()[: len(rows)], misplaced)
         self._checks.device_rows(step, rows, metadata)
         self._checks.only_slots_changed(set())
         return open_step.lives
@@ -400,9 +410,7 @@ class Driver:
         self._checks.dropped_ends += open_step.num_released
         lives = self._ended(open_step, written)
         for life in lives:
-            if life.boundary_slot and life.boundary_len:
-                what = f"boundary of {life.handle} at {life.boundary_len}"
-                self._checks.compare_slot(what, life.boundary_slot, life.boundary_layers)
+            self._compare_boundary(life)
         return lives
 
     def _cancel(self, event: Cancel) -> list[Life]:
@@ -439,7 +447,8 @@ class Driver:
             accepted = min(max(count, open_step.least_accepted(row)), open_step.metadata.query_lens[row])
             self._checks.clamps += accepted != count
             life.finished = event.finished is not None and event.finished[row]
-        before, written = life.committed_len, {life.checkpoint_slot}
+        before = life.committed_len
+        written: set[int] = set()
         boundary = self._config.block_size and (before + accepted) // self._config.block_size * self._config.block_size
         if boundary is not None and boundary > before:
             states = [self._model.folded(state) for state in self._prefix(open_step, row, boundary - before)]
@@ -511,6 +520,12 @@ class Driver:
         if not self._is_released:
             self._checks.only_slots_changed(set())
 
+    def _compare_boundary(self, life: Life) -> None:
+        """Its own boundary checkpoint, if it holds one."""
+        if life.boundary_slot and life.boundary_len:
+            what = f"boundary of {life.handle} at {life.boundary_len}"
+            self._checks.compare_slot(what, life.boundary_slot, life.boundary_layers)
+
     def _leave_step(self, life: Life) -> None:
         if life.open_step is not None:
             self._steps[life.open_step].release(life)
@@ -524,6 +539,7 @@ class Driver:
         for life in lives:
             if life.checkpoint_slot:
                 self._checks.compare_slot(f"{life.handle} at {life.committed_len}", life.checkpoint_slot, life.layers)
+            self._compare_boundary(life)
         for key, layers in self._prefixes.items():
             if (slot := self._manager.published().get(key)) is not None:
                 self._checks.compare_slot(f"{key}", slot, layers)
