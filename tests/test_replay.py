@@ -222,7 +222,9 @@ def records_that_wrap_are_misread(patch: Patch) -> None:
 def ring_folds_a_window_early(patch: Patch) -> None:
     right = cursors.advance
 
-    def advance(step: Any, accepted: Any, fold: Any, table: Any, counters: Any, config: Any, slots: Any) -> Any:
+    def advance(
+        step: Any, accepted: Any, fold: Any, table: Any, counters: Any, config: Any, slots: int
+    ) -> torch.Tensor:
         early = config.model_copy(update={"record_capacity": config.record_capacity - config.max_query_len})
         return right(step, accepted, fold, table, counters, early, slots)
 
@@ -349,7 +351,11 @@ GUARDS: list[tuple[Callable[[Patch], None], str, str]] = [
     (retraction_leaves_out_what_is_pending, "class08_retracted_ring", "state of Handle(request_id='a'"),
     (restored_without_its_image, "class08_retracted_deferred", "state of Handle(request_id='a'"),
     (restored_without_its_conv_history, "class08_retracted_eager", "conv history of Handle(request_id='a'"),
-    (fence_leaves_out_the_preempted, "class13_fence_ring", "state of Handle(request_id='b', record_slot=1"),
+    (
+        fence_leaves_out_the_preempted,
+        "class13_fence_ring",
+        "state of Handle(request_id='b', record_slot=1, generation=2) at 1, checkpoint slot 2",
+    ),
 ]
 
 

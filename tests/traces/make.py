@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from specstate.config import KDALayerSpec, StateConfig
-from specstate.errors import CapacityError
+from specstate.errors import CapacityError, SpecStateError, StepOrderError
 from specstate.manager import StateManager
 from specstate.metadata import Handle, StepMetadata
 from specstate.params import LayerParams
+from specstate.prefixes import PrefixKey
 from specstate.presets import KIMI_K3, KIMI_LINEAR_48B
 from specstate.sampling import SamplingParams
 from specstate.step import Step
@@ -37,6 +38,8 @@ class Script:
         params = self.params() if self.payloads else None
         self.manager = StateManager(config, params, backend=backend, recorder=self.recorder)
         self.handles: dict[str, Handle] = {}
+        self.tables: dict[str, list[int]] = {}
+        """A line of a block table for each request that has one."""
 
     def params(self) -> list[LayerParams]:
         spec = self.config.layer
@@ -67,6 +70,22 @@ class Script:
         for name in names:
             self.handles[name] = self.manager.resume(name)
 
+    def publish(self, name: str, digest: str, num_tokens: int) -> None:
+        self.manager.publish(self.handles[name], PrefixKey(digest, num_tokens))
+
+    def restore(self, digest: str, num_tokens: int, *names: str) -> None:
+        for name in names:
+            self.handles[name] = self.manager.restore(PrefixKey(digest, num_tokens), name)
+
+    def refuses(self, error: type[Exception], call: Callable[[], object]) -> None:
+        """A call that leaves no event, and nothing else either."""
+        try:
+            call()
+        except error:
+            self.manager.check_integrity()
+        else:
+            raise AssertionError("was not refused")
+
     def load(self, name: str, committed_len: int) -> None:
         # A copied load needs payloads; which of the two it was is all that the trace keeps.
         states = None
@@ -79,11 +98,25 @@ class Script:
 
     def begin(self, rows: Sequence[tuple[str | None, int]], pad_to: Any = None, **columns: Any) -> Step:
         """rows: (name, query_len) pairs; a name of None is a dummy."""
+        blocks = {name: columns.pop(name, None) for name in ("block_table", "positions")}
         handles = tuple(None if name is None else self.handles[name] for name, _ in rows)
         if None in handles and "row_kinds" not in columns:
             columns["row_kinds"] = tuple("dummy" if handle is None else "decode" for handle in handles)
         metadata = StepMetadata(handles=handles, query_lens=tuple(n for _, n in rows), **columns)
-        return self.manager.begin_step(metadata, pad_to)
+        return self.manager.begin_step(metadata, pad_to, **blocks)
+
+    def blocks(self, *entries: str | None, off: int = 0) -> dict[str, Any]:
+        """The block table and positions of ``entries``; ``off``: how far the first of these is beside the truth."""
+        width = len(next(iter(self.tables.values())))
+        known = [name is not None and name in self.handles for name in entries]
+        lines = [self.tables[name] if there else [99] * width for name, there in zip(entries, known, strict=True)]
+        places = [
+            self.manager.committed_len(self.handles[name]) if there else -5
+            for name, there in zip(entries, known, strict=True)
+        ]
+        places[0] += off
+        table, positions = (torch.tensor(column, dtype=torch.int32) for column in (lines, places))
+        return {"block_table": table, "positions": positions}
 
     def verify(self, step: Step, layers: int | None = None) -> Step:
         """The next ``layers`` layers, by default all that are left."""
@@ -419,6 +452,248 @@ def end_tokens(path: Path, policy: str) -> None:
     s.close()
 
 
+def boundaries(path: Path, policy: str) -> None:
+    """Class 6: checkpoints at multiples of 5: met exactly, crossed by 1 .. T, by several rows, not met after all."""
+    s = Script(path, toy(policy, block_size=5, max_requests=5, num_checkpoints=11))
+    s.admit("a", "b", "c")
+    s.load("a", 3)
+    s.window([("a", 4)], [2])  # exactly on 5
+    s.load("a", 4)
+    s.window([("a", 4)], [1])  # by its first token
+    for accepted in (1, 2, 3, 4):  # beyond 10 by 0 .. 3
+        s.load("b", 9)
+        s.window([("b", 4), ("c", 1)], [accepted, 1])
+    s.manager.digest()
+    s.window([("c", 3), ("a", 4), ("b", 4)], [3, 4, 3], batch_index=(2, 0, 1))  # of c the last count, too
+    s.window([("a", 4), ("b", 4), ("c", 4)], [3, 2, 4], pad_to=(5, 16))
+    s.commit(s.verify(s.begin([("b", 4), ("c", 4)])), [4, 1])
+    s.defer(s.verify(s.begin([("c", 4), ("b", 1), ("a", 2)])), [4, 1, 2], eager=[False, True, False])
+
+    # An end token before the boundary: what was verified beyond it leaves nothing behind.
+    s.load("a", 8)
+    s.defer(s.verify(s.begin([("a", 4), ("b", 2)])), [1, 2], finished=[True, False])
+    s.window([("a", 4), ("c", 2)], [4, 2])
+    s.admit("d")
+    s.load("d", 19)
+    s.defer(s.verify(s.begin([("d", 4)])), [1], finished=[True])  # on it
+    s.window([("d", 4), ("a", 4)], [4, 4], row_kinds=("prompt", "decode"))
+    s.manager.digest()
+
+    # Neither a cancel nor a flush reaches one; a count in place of which the end is dropped does not either.
+    s.load("a", 13)
+    s.verify(s.begin([("a", 4), ("b", 4), ("c", 4)]), 1).cancel()
+    step = s.verify(s.begin([("a", 4), ("b", 4)]))
+    s.manager.flush(None)
+    s.defer(step, [3, 1])
+    late = s.verify(s.begin([("a", 4), ("c", 4)]))
+    s.release("a")
+    s.admit("e")  # in its slots
+    s.window([("e", 4)], [4])
+    s.defer(late, [4, 4])
+
+    # Between lives: kept with the records, given up with them, and never taken along by a fork.
+    s.window([("e", 2), ("c", 4)], [1, 4])
+    s.preempt("e")
+    s.preempt("b", fold=True)
+    s.manager.digest()
+    s.retract("c")
+    s.resume("e", "c", "b")
+    s.window([("e", 4), ("c", 4), ("b", 4)], [2, 4, 4])
+    s.fork("e", "f")
+    late = s.verify(s.begin([("f", 4), ("e", 4), ("c", 1)]))
+    s.preempt("f")
+    s.defer(late, [4, 4, 1])
+    s.resume("f")
+    s.window([("f", 4), ("e", 4), ("b", 4)], [4, 4, 4])
+    s.window([("f", 4), ("d", 1)], [3, 1])
+    s.manager.fence("flush")
+    s.close()
+
+
+def block_tables(path: Path, policy: str) -> None:
+    """Class 6: boundary checkpoints in the caller's slots, while the running one moves from block to block."""
+    s = Script(path, toy(policy, block_size=5, num_checkpoints=18))
+    s.admit("a", "b", "c")
+    for name in ("a", "b"):
+        s.tables[name] = s.manager.reserve_checkpoints(4)
+    s.window([("a", 4), ("b", 3)], [3, 2], **s.blocks("a", "b"))
+    s.window([("a", 4), ("b", 4)], [2, 4], **s.blocks("a", "b"))  # exactly on 5, and beyond it
+    s.window([("b", 4), ("a", 1)], [3, 1], batch_index=(1, 0), **s.blocks("a", "b"))
+    s.window([("a", 4), ("b", 4)], [4, 4], **s.blocks("a", "b"))
+    s.manager.digest()
+
+    # Dummies, padding and entries that no row reads; c has a line of zeros, and one of what are no slots.
+    s.tables["c"] = [0, 0, 0, 0]
+    s.load("c", 4)
+    rows = [("c", 3), (None, 2), ("a", 4)]
+    s.window(rows, [1, 2, 1, 3], batch_index=(3, 7, 1), pad_to=(5, 12), **s.blocks(None, "a", "b", "c"))
+    s.tables["c"] = [-7, 2**31 - 1, 19, 0]
+    s.window([("c", 4), ("b", 1)], [3, 1], **s.blocks("c", "b"))
+    s.window([("c", 4), ("b", 1)], [4, 1], **s.blocks("c", "b"))
+
+    # A position that is not the request's: its line is left alone, the others are not.
+    s.window([("a", 4), ("b", 4)], [4, 2], **s.blocks("a", "b", off=1))
+    s.window([("b", 4), ("a", 4)], [4, 2], **s.blocks("b", "a", off=-5))
+    s.window([("b", 4), ("a", 4)], [2, 4], **s.blocks("b", "a"))
+    s.manager.digest()
+
+    # Beyond the last block the running checkpoint stays there, and nothing is kept of later ones; nor in steps without.
+    s.window([("a", 4), ("b", 4)], [4, 4], **s.blocks("a", "b"))
+    s.window([("a", 4), ("b", 4)], [3, 4], **s.blocks("a", "b"))
+    s.window([("a", 4), ("c", 4)], [4, 4])
+    s.manager.digest()
+
+    # Moved about between lives: a fork and what is folded stand in slots of their own again.
+    s.window([("a", 4), ("b", 4)], [1, 2], **s.blocks("a", "b"))
+    s.preempt("a")
+    s.fork("b", "f")
+    s.refuses(SpecStateError, lambda: s.manager.return_checkpoints(s.tables["a"]))
+    s.resume("a")
+    s.window([("a", 4), ("b", 4)], [2, 1])
+    s.preempt("b", fold=True)
+    s.manager.return_checkpoints(s.tables.pop("b"))
+    s.admit("g")
+    s.retract("a")
+    s.manager.return_checkpoints(s.tables["a"][1:])
+    s.tables = {"a": [s.tables["a"][0], *s.manager.reserve_checkpoints(7)]}
+    s.resume("a")
+    s.window([("a", 4), ("f", 2)], [4, 2])
+    s.window([("a", 4)], [4], **s.blocks("a"))
+    late = s.verify(s.begin([("a", 4), ("g", 4)], **s.blocks("a", None)))
+    s.release("a")
+    s.admit("h")
+    s.load("h", 4)
+    s.tables["h"] = s.tables["a"][::-1]
+    s.defer(late, [4, 4])
+    step = s.begin([("h", 4), ("g", 1)], **s.blocks("h", None))
+    s.manager.flush(None)
+    s.defer(s.verify(step), [4, 1])
+    s.load("h", 9)
+    s.window([("h", 4)], [1], **s.blocks("h"))
+    s.begin([], pad_to=(2, 4), **s.blocks(None)).cancel()
+    s.manager.fence("flush")
+    s.close()
+
+
+def loads_in_place(path: Path, policy: str) -> None:
+    """Class 6: a prefill that writes the running checkpoint where a block table moved it, and one that is copied."""
+    s = Script(path, toy(policy, block_size=4, num_checkpoints=12), backend="reference")
+    s.admit("a")
+    s.tables["a"] = s.manager.reserve_checkpoints(3)
+    s.window([("a", 4)], [4], **s.blocks("a"))
+    s.manager.load(s.handles["a"], None, 6)
+    s.window([("a", 4)], [3], **s.blocks("a"))
+    s.load("a", 3)
+    s.window([("a", 4)], [4], **s.blocks("a"))
+    step = s.begin([("a", 4)], **s.blocks("a"))
+    step.flush()
+    s.defer(s.write(step), [4])
+    s.close()
+
+
+def publication(path: Path, policy: str) -> None:
+    """Class 7: at what is committed, with records pending; at the checkpoint; at a boundary, in a step and in none."""
+    s = Script(path, toy(policy, block_size=5, max_requests=5, num_checkpoints=26))
+    s.admit("a", "b")
+    s.window([("a", 4), ("b", 2)], [3, 1])
+    s.publish("a", "a", 3)  # with records pending
+    s.refuses(SpecStateError, lambda: s.publish("a", "none", 2))
+    s.window([("a", 4), ("b", 4)], [4, 2])  # beyond 5
+    s.publish("a", "a", 5)  # which is handed over
+    s.publish("a", "a", 7)
+    s.publish("a", "a", 5)  # is there already
+    s.manager.digest()
+    s.window([("a", 4)], [2])
+    s.window([("a", 4), ("b", 4)], [4, 2])  # beyond 10, in a new slot
+    step = s.begin([("a", 4), ("b", 4)])
+    s.publish("a", "a", 10)  # a copy, for the step may write the slot
+    s.verify(step, 1)
+    s.refuses(StepOrderError, lambda: s.publish("b", "none", 5))
+    s.verify(step)
+    s.publish("b", "b", 5)
+    s.publish("a", "a", 13)  # what verify folded, or what is pending still
+    s.defer(step, [4, 2])
+    s.publish("a", "a", 15)
+    if policy != "eager":
+        # The checkpoint lies behind what is pending.
+        s.commit(s.verify(s.begin([("b", 2)])), [1])
+        s.window([("b", 2)], [1])
+        s.publish("b", "b", 8)
+    s.window([("a", 4), ("b", 4)], [2, 2])
+
+    # Copies: neither the sharers nor the publisher touch what is published.
+    s.restore("a", 5, "c", "d")
+    s.window([("c", 4), ("d", 4), ("a", 4)], [4, 2, 4])
+    s.window([("d", 4), ("c", 4)], [3, 4])
+    s.publish("c", "c", 13)
+    s.publish("d", "d", 10)
+    s.manager.digest()
+    s.release("a")
+    s.restore("c", 13, "e")
+    s.preempt("c")  # uses what it came from still
+    s.window([("e", 4), ("b", 1)], [2, 1])
+    s.publish("e", "e", 15)
+    s.retract("d")
+    s.resume("d", "c")
+    s.fork("e", "f")
+    s.window([("e", 1), ("c", 4), ("d", 4), ("f", 4)], [1, 1, 4, 4])
+    s.defer(s.verify(s.begin([("f", 4), ("c", 2)])), [2, 1], finished=[True, False])
+    s.publish("f", "f", s.manager.committed_len(s.handles["f"]))
+    s.manager.fence("flush")
+    s.manager.digest()
+    s.manager.fence("drop")
+    s.handles.clear()
+    s.refuses(SpecStateError, lambda: s.restore("a", 5, "x"))
+    s.admit("a")
+    s.window([("a", 4)], [4])
+    s.publish("a", "a", 4)
+    s.restore("a", 4, "b")
+    s.window([("a", 4), ("b", 4)], [1, 4])
+    s.close()
+
+
+def eviction(path: Path, policy: str) -> None:
+    """Class 7: slots run short: what was used longest ago goes, what is in use stays, a name comes back for another."""
+    s = Script(path, toy(policy, block_size=4, max_requests=5, num_checkpoints=6))
+    s.admit("a")
+    for number in (1, 2, 3):
+        s.window([("a", 4)], [4])
+        s.publish("a", "a", 4 * number)  # handed over, each time
+    s.restore("a", 4, "b")
+    s.publish("a", "a", 8)  # used again: 12 is the oldest now
+    s.manager.digest()
+    s.admit("c")  # into the last free slot
+    s.window([("c", 2)], [2])
+    s.admit("d")  # into that of 12
+    s.refuses(SpecStateError, lambda: s.restore("a", 12, "x"))
+    s.window([("d", 3), ("b", 3)], [3, 3])
+    s.refuses(CapacityError, lambda: s.begin([("a", 4), ("b", 1), ("c", 2)]))
+    s.window([("b", 1)], [1])  # its boundary goes into that of 8
+    s.refuses(CapacityError, lambda: s.publish("d", "d", 3))
+    s.publish("b", "a", 8)  # under a name that was evicted, another state
+    s.refuses(CapacityError, lambda: s.restore("a", 8, "x"))  # not in place of itself
+    s.manager.digest()
+    s.release("d")
+    s.restore("a", 8, "e")
+    s.window([("b", 3), ("e", 3), ("c", 1)], [2, 3, 1])
+    s.preempt("b", fold=True)
+    s.release("c")
+    s.window([("e", 4), ("a", 3)], [3, 3])  # beyond 12
+    s.release("e")
+    slots = s.manager.reserve_checkpoints(2)  # of which one held a prefix
+    s.resume("b")
+    s.window([("b", 4)], [2])
+    s.publish("b", "a", 12)
+    s.refuses(CapacityError, lambda: s.begin([("b", 4), ("a", 4)]))
+    s.manager.return_checkpoints(slots[:1])
+    s.window([("b", 4), ("a", 1)], [4, 1])
+    s.release("b")
+    s.admit("f", "g")  # in place of what was published
+    s.manager.digest()
+    s.window([("a", 4), ("g", 2)], [3, 1])
+    s.close()
+
+
 def cancel(path: Path, policy: str) -> None:
     """Class 13: an exception in the forward: cancel after none, some and all layers, then the same window again."""
     s = Script(path, toy(policy))
@@ -598,6 +873,11 @@ TRACES: dict[str, tuple[Callable[[Path, str], None], tuple[str, ...]]] = {
     "class04_preempted": (preempted, POLICIES),
     "class05_padding": (padding, POLICIES),
     "class06_end_tokens": (end_tokens, POLICIES),
+    "class06_boundaries": (boundaries, POLICIES),
+    "class06_block_tables": (block_tables, POLICIES),
+    "class06_loads_in_place": (loads_in_place, POLICIES),
+    "class07_publication": (publication, POLICIES),
+    "class07_eviction": (eviction, POLICIES),
     "class08_forked": (forked, POLICIES),
     "class08_retracted": (retracted, POLICIES),
     "class09_windows_and_singles": (windows_and_singles, ("ring",)),
