@@ -46,6 +46,16 @@ def preemption(words: str) -> tuple[str, ...]:
     return ("tests/test_preemption.py", "-k", words)
 
 
+def trace(*names: str) -> tuple[str, ...]:
+    """Golden traces that replay no more."""
+    words = " or ".join(f"reference and {name}" for name in names)
+    return ("tests/test_replay.py", "-k", f"golden_traces_replay and ({words})")
+
+
+def lifecycle(who: str) -> tuple[str, ...]:
+    return ("tests/test_lifecycle.py", "-k", who)
+
+
 def triton(file: str, words: str) -> tuple[str, ...]:
     return (f"tests/kernels/test_triton_{file}.py", "-k", words)
 
@@ -83,8 +93,8 @@ MUTATIONS = (
         preemption("preempted_request_resumes and records"),
     ),
     Mutation(
-        1, "the id of a preempted request is taken", "specstate/manager.py",
-        "if request_id in self._preempted:", "if False:",
+        1, "the id of a preempted request is taken", "specstate/ledger.py",
+        "if request_id in self.preempted:", "if False:",
         preemption("ids_that_are_taken"),
     ),
     Mutation(
@@ -99,7 +109,7 @@ MUTATIONS = (
     ),
     Mutation(
         1, "a late row folds nothing", "specstate/kernels/cursors.py",
-        "folds = owned & fold", "folds = (rows[:, at.RECORD_ROW] >= 0) & fold",
+        "count = torch.where(owned & due, pending, 0)", "count = torch.where(due, pending, 0)",
         manager("another_generation_is_dropped"),
     ),
     Mutation(
@@ -125,7 +135,8 @@ MUTATIONS = (
     ),
     Mutation(
         2, "a fork takes pending records along", "specstate/backends/tensors.py",
-        "plan[:, at.PLAN_BOUNDARY_COUNT] = start, count", "plan[:, at.PLAN_BOUNDARY_COUNT] = start, 0",
+        "plan[:, at.PLAN_CHECKPOINT_LEN], plan[:, count] = start, pending",
+        "plan[:, at.PLAN_CHECKPOINT_LEN], plan[:, count] = start, 0",
         preemption("a_fork_stands"),
     ),
     Mutation(
@@ -135,18 +146,18 @@ MUTATIONS = (
     ),
     Mutation(
         2, "a retraction folds first", "specstate/manager.py",
-        "        self._fold_all([request])\n        image = ", "        image = ",
+        "        self._fold_home(request)\n        image = ", "        image = ",
         preemption("preempted_request_resumes and host"),
     ),
     Mutation(
         2, "what verify folded is pending no more", "specstate/kernels/cursors.py",
-        "cursor[:, at.CURSOR_PENDING_LEN] - rows[:, at.FOLD_LEN] + accepted",
-        "cursor[:, at.CURSOR_PENDING_LEN] + accepted",
+        "pending = before + accepted - checkpoint_len",
+        "pending = cursor[:, at.CURSOR_PENDING_LEN] + accepted",
         manager("deferred_folds_in_the_next_verify"),
     ),
     Mutation(
         2, "a ring folds before the next window might not fit", "specstate/kernels/cursors.py",
-        "pending + max_query_len > capacity", "pending > capacity",
+        "full = pending + config.max_query_len > config.record_capacity", "full = pending > config.record_capacity",
         manager("ring_folds_when"),
     ),
     Mutation(
@@ -195,7 +206,7 @@ MUTATIONS = (
     ),
     Mutation(
         5, "Triton: counts are clamped", "specstate/kernels/triton_cursor.py",
-        "tl.minimum(tl.maximum(count, tl.load(p_row + 5)), tl.load(p_row + 3))", "count",
+        "tl.minimum(tl.maximum(count, tl.load(p_row + 5)), query_len)", "count",
         triton("cursor", "absurd_counts"),
     ),
     Mutation(
@@ -208,10 +219,113 @@ MUTATIONS = (
         " & (rows[:, at.ROW_KIND] != at.PROMPT)", "",
         ("tests/test_sampling.py",),
     ),
+    # -- rule 6: what is published, and what lies at a boundary, is exact
+    Mutation(
+        6, "a boundary is a multiple of block_size", "specstate/kernels/cursors.py",
+        "boundary = (before + accepted) // config.block_size * config.block_size", "boundary = before + accepted",
+        trace("class06_boundaries"),
+    ),
+    Mutation(
+        6, "only what was accepted reaches a boundary", "specstate/kernels/cursors.py",
+        "crosses = owned & (boundary > before)", "crosses = owned & (boundary > 0)",
+        trace("class06_boundaries"),
+    ),
+    Mutation(
+        6, "a row that crosses a boundary folds", "specstate/kernels/cursors.py",
+        "at.FOLD_AT_BOUNDARY: (boundary_slots > 0) | (destinations != slots),",
+        "at.FOLD_AT_BOUNDARY: torch.zeros_like(owned),",
+        trace("class06_boundaries_deferred", "class06_boundaries_ring"),
+    ),
+    Mutation(
+        6, "a boundary is not written over the running checkpoint", "specstate/kernels/cursors.py",
+        "((bound != destinations) | (after % block_size == 0))", "(bound >= 0)",
+        trace("class06_block_tables"),
+    ),
+    Mutation(
+        6, "behind the last block no boundary is kept", "specstate/kernels/cursors.py",
+        "apart = (column - 1 <= last) & ", "apart = ",
+        trace("class06_block_tables"),
+    ),
+    Mutation(
+        6, "a misplaced line is not used", "specstate/kernels/cursors.py",
+        "usable = crosses & (rows[:, at.BOUNDARY_SLOT] == 0)", "usable = crosses",
+        trace("class06_block_tables"),
+    ),
+    Mutation(
+        6, "without payloads, a misplaced line is not used", "specstate/backends/metadata.py",
+        "for slot in table[entry] if placed]", "for slot in table[entry]]",
+        ("tests/test_replay.py", "-k", "without_payloads"),
+    ),
+    Mutation(
+        6, "a running checkpoint moves", "specstate/kernels/cursors.py",
+        "(at.CURSOR_SLOT, destinations),", "(at.CURSOR_SLOT, slots),",
+        trace("class06_block_tables"),
+    ),
+    Mutation(
+        6, "what is folded comes home from a block", "specstate/manager.py",
+        "        self._fold_all([request])\n        if request.moved:", "        self._fold_all([request])\n        if False:",
+        trace("class06_block_tables"),
+    ),
+    Mutation(
+        6, "a copied load lies in the request's own slot", "specstate/backends/tensors.py",
+        "            self.storage.cursors[record_row, at.CURSOR_SLOT].fill_(checkpoint_slot)\n", "",
+        trace("class06_loads_in_place"),
+    ),
+    Mutation(
+        6, "a look does not decide when a slot is taken", "specstate/manager.py",
+        "(self.config.block_size is None or near_the_end)", "True",
+        trace("class06_block_tables"),
+    ),
+    Mutation(
+        6, "a position that nobody holds is not published", "specstate/manager.py",
+        "if not at_boundary and position not in (checkpoint_len, cursor.committed_len):", "if False:",
+        lifecycle("WithBoundaries"),
+    ),
+    Mutation(
+        6, "a boundary is not handed over in an open step", "specstate/manager.py",
+        "if at_boundary and request.open_step is None:", "if at_boundary:",
+        trace("class07_publication"),
+    ),
+    Mutation(
+        6, "nothing is published between verifies", "specstate/manager.py",
+        'self._refuse_between_verifies("publish", request)', "pass",
+        lifecycle("WithBoundaries"),
+    ),
+    Mutation(
+        6, "a load leaves no boundary", "specstate/backends/tensors.py",
+        "for column in (at.CURSOR_PENDING_LEN, at.CURSOR_FINISHED, at.CURSOR_BOUNDARY_LEN):",
+        "for column in (at.CURSOR_PENDING_LEN, at.CURSOR_FINISHED):",
+        lifecycle("WithBoundaries"),
+    ),
+    Mutation(
+        6, "a prefix in use is not evicted", "specstate/prefixes.py",
+        "        self._idle.pop(prefix.key, None)\n        self._used[prefix.key] = prefix\n", "",
+        trace("class07_eviction"),
+    ),
+    Mutation(
+        6, "a hit does not evict what it hits", "specstate/ledger.py",
+        "- (spared is not None and not spared.num_users)", "",
+        lifecycle("test_lifecycle"),
+    ),
+    Mutation(
+        6, "a preempted request uses its prefix still", "specstate/manager.py",
+        "restored_from=request.restored_from,", "restored_from=None,",
+        trace("class07_publication"),
+    ),
+    Mutation(
+        6, "Triton: only what was accepted reaches a boundary", "specstate/kernels/triton_cursor.py",
+        "boundary_slot = tl.where(crosses, given, 0)", "boundary_slot = tl.where(owned, given, 0)",
+        triton("lifecycle", "golden_traces and class06_boundaries_ring"),
+    ),
+    Mutation(
+        6, "Triton: a running checkpoint moves", "specstate/kernels/triton_cursor.py",
+        "tl.store(p_cursor + 4, destination, mask=owned)", "tl.store(p_cursor + 4, source, mask=owned)",
+        triton("lifecycle", "golden_traces and class06_loads_in_place_deferred"),
+    ),
     # -- rule 7: conv and recurrent state at one position
     Mutation(
         7, "a restored request's conv ring is its checkpoint's", "specstate/backends/tensors.py",
-        "        self._fill_ring(checkpoint_slot, record_row, standing[at.CURSOR_CHECKPOINT_LEN :][:1])\n", "",
+        "        self._fill_ring(record_row, cursor[at.CURSOR_CHECKPOINT_LEN :][:1])\n", "",
         preemption("preempted_request_resumes and host"),
     ),
     Mutation(
@@ -232,24 +346,45 @@ MUTATIONS = (
         ("tests/test_slots.py",),
     ),
     Mutation(
-        9, "no slot, no admit", "specstate/manager.py",
-        "if records > self._record_slots.num_free or checkpoints > self._checkpoint_slots.num_free:", "if False:",
+        9, "no slot, no admit", "specstate/ledger.py",
+        "if records > self.record_slots.num_free or checkpoints > self.checkpoint_slots.num_free + evictable:",
+        "if False:",
         refusals("without_a_free_slot"),
     ),
     Mutation(
         9, "a folded request gives its record slot back", "specstate/manager.py",
-        "            preempted.record_slot = None\n", "",
+        "preempted.record_slot, preempted.boundary_slot = None, 0", "preempted.boundary_slot = 0",
         preemption("preempted_request_resumes and checkpoint"),
     ),
     Mutation(
-        9, "a resume that fails gives back what it took", "specstate/manager.py",
-        "            for slot in reversed(checkpoint_slots):\n                self._checkpoint_slots.free(slot)\n", "",
+        9, "a resume that fails gives back what it took", "specstate/ledger.py",
+        "            for slot in reversed(checkpoint_slots):\n                self.checkpoint_slots.free(slot)\n", "",
         preemption("gives_back_what_it_took"),
     ),
     Mutation(
-        9, "integrity counts the slots of the preempted", "specstate/integrity.py",
-        "owned += [(p.record_slot, p.checkpoint_slot) for p in preempted]", "pass",
+        9, "integrity counts the slots of the preempted", "specstate/ledger.py",
+        "owned += [(p.record_slot, p.checkpoint_slot) for p in self.preempted]", "pass",
         preemption("integrity_finds"),
+    ),
+    Mutation(
+        9, "a preemption that keeps records keeps the boundary", "specstate/ledger.py",
+        "if owner.boundary_slot and (keeper is None or not keeper.boundary_slot):", "if owner.boundary_slot:",
+        trace("class06_boundaries"),
+    ),
+    Mutation(
+        9, "a slot with a running checkpoint is not taken back", "specstate/manager.py",
+        "            if slot in slots:\n", "            if False:\n",
+        lifecycle("WithBlockTables"),
+    ),
+    Mutation(
+        9, "only reserved slots are taken back", "specstate/ledger.py",
+        "if type(slot) is not int or slot not in self.lent:", "if type(slot) is not int:",
+        lifecycle("test_lifecycle"),
+    ),
+    Mutation(
+        9, "integrity counts the users of a prefix", "specstate/ledger.py",
+        "        if owner.restored_from is not None:\n            self.prefixes.leave(owner.restored_from)\n", "",
+        trace("class07_publication", "class07_eviction"),
     ),
     # -- rule 11: one open step a request
     Mutation(
@@ -303,7 +438,7 @@ MUTATIONS = (
     ),
     Mutation(
         12, "a fork folds nothing that a verify has folded", "specstate/backends/tensors.py",
-        "start, count = start + count, torch.zeros_like(count)", "pass",
+        "start, pending = start + pending, torch.zeros_like(pending)", "pass",
         preemption("a_fork_stands and deferred"),
     ),
     Mutation(

@@ -1,10 +1,13 @@
 """Every order of transitions that hypothesis can think of, against a model that knows only committed tokens.
 
-The model keeps, per request, the oracle's state after its committed tokens and how many of them the fold policy leaves
-pending. After every rule the manager must agree: states, conv histories, positions, fold timing, integrity. Calls that
-come at the wrong moment must be refused, and change nothing that the next check would see.
+The model keeps, per request, the list of its committed tokens and how many of them the fold policy leaves pending. What
+is published, what lies at a boundary and what the caller's slots keep are lists of tokens, too; the oracle's state
+after such a list is the same wherever it lies. After every rule the manager must agree: states, conv histories,
+positions, fold timing, who uses which prefix and which is evicted next, integrity. Calls that come at the wrong moment
+must be refused, and change nothing that the next check would see.
 """
 
+import dataclasses
 import functools
 import os
 from dataclasses import dataclass, field
@@ -19,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from specstate import CapacityError, SpecStateError, StaleHandleError, StepMetadata, StepOrderError
 from specstate.metadata import Handle
 from specstate.oracle import OracleState
+from specstate.prefixes import PrefixKey
 from specstate.step import Step
 from specstate.validation import DTYPES
 from tests.factories import (
@@ -37,16 +41,49 @@ NAMES = ("a", "b", "c", "d")
 NUM_LAYERS = 2
 
 
-@dataclass
+@dataclass(eq=False)
+class Published:
+    """A prefix that was published and not evicted."""
+
+    tokens: list[int]
+    num_users: int = 0
+
+
+@dataclass(eq=False)
 class Life:
     """One life of a request."""
 
     handle: Handle
-    twin: Twin
+    home: int
+    """Its own checkpoint slot."""
+    tokens: list[int] = field(default_factory=list)
+    """Committed ones."""
+    most: int = 0
+    least: int = 0
+    """What the host knows of their number."""
+    running: int = 0
+    """Where its checkpoint lies: at home, or in one of the caller's slots."""
+    slots: list[int] = field(default_factory=list)
+    """The caller's, for this request's lines of block tables."""
+    has_boundary_slot: bool = False
+    boundary: list[int] = field(default_factory=list)
+    """Tokens of the boundary checkpoint of its own; none: there is none."""
+    source: Published | None = None
     pending: int = 0
     may_be_pending: bool = False  # what the host knows, which never asks the device
     finished: bool = False
     step: "OpenStep | None" = None
+
+    def stands(self) -> None:
+        """The host knows it, too."""
+        self.most = self.least = len(self.tokens)
+
+    def may_cross(self, query_len: int, block_size: int) -> bool:
+        return (self.most + query_len) // block_size > self.least // block_size
+
+    def continued(self, handle: Handle, home: int) -> "Life":
+        """Another life at the same tokens, with nothing beside them."""
+        return Life(handle, home, [*self.tokens], self.most, self.least, home, finished=self.finished)
 
 
 @dataclass
@@ -59,7 +96,11 @@ class Parked:
     @property
     def slots(self) -> tuple[int, int]:
         """Record and checkpoint slots that it keeps."""
-        return {"records": (1, 1), "folded": (0, 1), "host": (0, 0)}[self.keeps]
+        return {
+            "records": (1, 1 + self.life.has_boundary_slot),
+            "folded": (0, 1),
+            "host": (0, 0),
+        }[self.keeps]
 
 
 @dataclass
@@ -70,9 +111,14 @@ class Row:
     query_len: int
     least: int
     entry: int
-    inputs: list[LayerInputs]
+    tokens: list[int]
+    """Of the window."""
     prompt: bool = False
     outputs: list[torch.Tensor] = field(default_factory=list)
+    after: list[list[OracleState]] = field(default_factory=list)
+    """By layer: the states after each token."""
+    line: list[int] | None = None
+    """Of the caller's block table; None: it gave none, empty: it may not be used."""
 
 
 @dataclass
@@ -98,6 +144,13 @@ class Rows(NamedTuple):
     least: tuple[int, ...]
     entries: tuple[int, ...]
     pad_to: tuple[int, int] | None
+
+
+class Blocks(NamedTuple):
+    """A caller's block table, by entry, and by how much it is wrong about where each row stands."""
+
+    lines: list[list[int]]
+    off: list[int]
 
 
 class End(NamedTuple):
@@ -141,6 +194,16 @@ class Side:
         self.dtype = DTYPES[self.config.checkpoint_dtype]
         self.manager = make_manager(self.config, device, backend=backend, debug=False)
         self.oracle = make_twin(self.config).oracle
+        self.states: dict[tuple[int, ...], list[OracleState]] = {(): [self.oracle.zero() for _ in range(num_layers)]}
+        """By layer, after a list of tokens; no token is ever at two places, but by a fork or a hit."""
+        self.num_tokens = 0
+        self.used: list[Published] = []
+        self.idle: list[Published] = []
+        """Published prefixes; those that nobody uses in the order in which they are evicted."""
+        self.lent: list[int] = []
+        self.kept: dict[int, list[int]] = {}
+        """By slot of the caller's: tokens of the state that it keeps; what nothing has written yet is left out."""
+        self.hits = self.misses = self.evictions = self.misplaced = 0
         self.lives: dict[str, Life] = {}
         self.parked: dict[str, Parked] = {}
         self.stale: list[Handle] = []
@@ -163,11 +226,13 @@ class Side:
                 self.manager.admit(name)
         else:
             assert self.manager.can_admit()
-            self.lives[name] = Life(self.manager.admit(name), make_twin(self.config))
+            self._take(1)
+            handle = self.manager.admit(name)
+            self.lives[name] = Life(handle, self._slot_of(handle), running=self._slot_of(handle))
 
     def load(self, name: str, position: int, in_place: bool) -> None:
         life = self.lives[name]
-        states = self._random_states()
+        states = self._random_states() if position else self.states[()]
         if life.step is not None:
             with pytest.raises(StepOrderError):
                 self.manager.load(life.handle, [(s.recurrent, None) for s in states], committed_len=position)
@@ -184,13 +249,24 @@ class Side:
             self.manager.load(life.handle, None, committed_len=position)
         else:
             self.manager.load(life.handle, list(zip(recurrents, conv, strict=True)), committed_len=position)
-        life.twin = Twin(self.oracle, self.num_layers, states, position)
+        if not in_place:
+            self._move(life, life.home, len(life.tokens) - life.pending)
+        life.tokens, life.boundary = self._new_tokens(position), []
+        life.stands()
+        self.states[(*life.tokens,)] = states
         life.pending, life.may_be_pending, life.finished = 0, False, False
 
     def release(self, name: str) -> None:
         life = self.lives[name]
         self.manager.release(life.handle)
+        if life.step is not None and life.step.between:
+            self.kept.pop(life.running, None)  # folded in some layers
+        elif life.running != life.home:
+            self.kept[life.running] = life.tokens[
+                : len(life.tokens) - (0 if self._folded_by_verify(life) else life.pending)
+            ]
         self._leave(life)
+        self._end_of(life)
 
     def fork(self, name: str, names: list[str]) -> None:
         life = self.lives[name]
@@ -204,9 +280,9 @@ class Side:
                 with pytest.raises(error, match=words):
                     self.manager.fork(life.handle, names)
                 return
+        self._take(len(names))
         for new, handle in zip(names, self.manager.fork(life.handle, names), strict=True):
-            twin = Twin(self.oracle, self.num_layers, list(life.twin.states), life.twin.committed_len)
-            self.lives[new] = Life(handle, twin, finished=life.finished)
+            self.lives[new] = life.continued(handle, self._slot_of(handle))
 
     def preempt(self, name: str, keeps: str) -> None:
         """``keeps``: see Parked; "host" is a retraction."""
@@ -222,6 +298,9 @@ class Side:
         preempt()
         if keeps != "records" or self._folded_by_verify(life):
             life.pending, life.may_be_pending = 0, False
+        if keeps != "records":
+            self._move(life, life.home, len(life.tokens))
+            life.has_boundary_slot, life.boundary = False, []
         self._leave(life)
         self.parked[name] = Parked(life, keeps)
 
@@ -235,10 +314,14 @@ class Side:
             with pytest.raises(CapacityError, match="no slot"):
                 self.manager.resume(name)
             return
+        if parked.keeps == "host":
+            self._take(1)
         handle, before = self.manager.resume(name), parked.life
         assert handle.generation > max([before.handle.generation, *(h.generation for h in self.stale)])
         del self.parked[name]
-        self.lives[name] = Life(handle, before.twin, before.pending, before.may_be_pending, before.finished)
+        if parked.keeps == "host":
+            before.home = before.running = self._slot_of(handle)
+        self.lives[name] = dataclasses.replace(before, handle=handle)
 
     def discard(self, name: str) -> None:
         if name not in self.parked:
@@ -246,7 +329,10 @@ class Side:
                 self.manager.discard(name)
             return
         self.manager.discard(name)
-        del self.parked[name]
+        life = self.parked.pop(name).life
+        if life.running != life.home:
+            self.kept[life.running] = life.tokens[: len(life.tokens) - life.pending]
+        self._end_of(life)
 
     def fence(self, mode: str) -> None:
         """And new parameters behind it, which happen to be the old ones."""
@@ -257,9 +343,14 @@ class Side:
         self.set_params()
         self.manager.fence(mode)
         if mode == "drop":
+            for life in [*self.lives.values(), *(parked.life for parked in self.parked.values())]:
+                if life.running != life.home:
+                    self.kept[life.running] = life.tokens[: len(life.tokens) - life.pending]
             for life in list(self.lives.values()):
                 self._leave(life)
             self.parked.clear()
+            self.used.clear()
+            self.idle.clear()
         for life in [*self.lives.values(), *(parked.life for parked in self.parked.values())]:
             life.pending, life.may_be_pending = 0, False
         self.set_params()
@@ -274,10 +365,107 @@ class Side:
 
     @property
     def room(self) -> tuple[int, int]:
-        """Free record and checkpoint slots."""
+        """Free record slots, and checkpoint slots that are free or would be after evictions."""
         kept = [parked.slots for parked in self.parked.values()]
         records = self.config.max_requests - len(self.lives) - sum(slots[0] for slots in kept)
-        return records, self.config.num_checkpoints - len(self.lives) - sum(slots[1] for slots in kept)
+        return records, self.num_free + len(self.idle)
+
+    @property
+    def num_free(self) -> int:
+        """Free checkpoint slots."""
+        taken = len(self.lives) + sum(life.has_boundary_slot for life in self.lives.values())
+        taken += sum(parked.slots[1] for parked in self.parked.values())
+        return self.config.num_checkpoints - taken - len(self.used) - len(self.idle) - len(self.lent)
+
+    # -- published prefixes, and slots for block tables
+
+    def held(self, life: Life) -> list[int]:
+        """Positions at which it may be published."""
+        behind = 0 if self._folded_by_verify(life) else life.pending
+        places = {len(life.tokens), len(life.tokens) - behind, len(life.boundary)}
+        return sorted(places - {0})
+
+    def publish(self, name: str, position: int) -> None:
+        life = self.lives[name]
+        tokens = [*life.tokens, -1][:position]
+        publish = functools.partial(self.manager.publish, life.handle, tokens)
+        known = next((prefix for prefix in [*self.used, *self.idle] if prefix.tokens == tokens), None)
+        at_boundary = position == len(life.boundary)
+        hands_over = at_boundary and life.step is None
+        for refused, error, words in (
+            (life.step is not None and life.step.between, StepOrderError, "have verified"),
+            (known is None and position not in self.held(life), SpecStateError, "holds states at"),
+            (known is None and not hands_over and self.room[1] == 0, CapacityError, "no slot to publish"),
+        ):
+            if refused:
+                with pytest.raises(error, match=words):
+                    publish()
+                return
+        if known is None and not hands_over:
+            self._take(1)
+        publish()
+        if known in self.idle:
+            self.idle.remove(known)
+            self.idle.append(known)
+        elif known is None:
+            self.idle.append(Published(tokens))
+            if hands_over:
+                life.has_boundary_slot, life.boundary = False, []
+            if life.step is None:
+                life.stands()
+
+    def restore(self, name: str, tokens: list[int]) -> None:
+        known = next((prefix for prefix in [*self.used, *self.idle] if prefix.tokens == tokens), None)
+        taken = name in self.lives or name in self.parked
+        self.misses += known is None and not taken
+        for refused, error, words in (
+            (taken, SpecStateError, "is live already|is preempted"),
+            (known is None, SpecStateError, "no state is published"),
+            (min(self.room[0], self.room[1] - (known in self.idle)) == 0, CapacityError, "no slot for request"),
+        ):
+            if refused:
+                with pytest.raises(error, match=words):
+                    self.manager.restore(tokens, name)
+                return
+        assert known is not None
+        if known in self.idle:
+            self.idle.remove(known)
+            self.used.append(known)
+        known.num_users += 1
+        self._take(1)
+        self.hits += 1
+        handle = self.manager.restore(tokens, name)
+        slot = self._slot_of(handle)
+        life = self.lives[name] = Life(handle, slot, [*tokens], running=slot, source=known)
+        life.stands()
+
+    def reserve(self, count: int) -> None:
+        if count > self.room[1]:
+            with pytest.raises(CapacityError, match="to reserve"):
+                self.manager.reserve_checkpoints(count)
+            return
+        self._take(count)
+        self.lent += self.manager.reserve_checkpoints(count)
+
+    def give_back(self, slot: int) -> None:
+        """A slot of the caller's, or one that is none; one that an open step may write is kept."""
+        owners = [*self.lives.values(), *(parked.life for parked in self.parked.values())]
+        owner = next((life for life in owners if slot in life.slots), None)
+        if owner is not None and owner.step is not None and owner.running != slot:
+            return
+        for refused, words in (
+            (slot not in self.lent, "is not reserved"),
+            (owner is not None and owner.running == slot, "running checkpoint of request"),
+        ):
+            if refused:
+                with pytest.raises(SpecStateError, match=words):
+                    self.manager.return_checkpoints([slot])
+                return
+        self.manager.return_checkpoints([slot])
+        self.lent.remove(slot)
+        self.kept.pop(slot, None)
+        if owner is not None:
+            owner.slots.remove(slot)
 
     def use_stale_handles(self) -> None:
         for handle in self.stale:
@@ -318,8 +506,29 @@ class Side:
         """Requests that are in no open step."""
         return [name for name in sorted(self.lives) if self.lives[name].step is None]
 
-    def begin(self, rows: Rows) -> OpenStep | None:
-        """The step over ``rows``; None when it was refused, as it must be when one of them has an open step."""
+    def draw_blocks(self, data: st.DataObject, rows: Rows) -> Blocks:
+        """Lines of the caller's slots, in any order, among entries that are none; now and then beside the truth."""
+        owners = [*self.lives.values(), *(parked.life for parked in self.parked.values())]
+        for name in rows.names:
+            if name is not None and (not self.lives[name].slots or data.draw(st.booleans())):
+                taken = {slot for life in owners for slot in life.slots}
+                self.lives[name].slots += [slot for slot in self.lent if slot not in taken][
+                    : data.draw(st.integers(1, 3))
+                ]
+        size = max([*rows.entries, 0]) + 1 + data.draw(st.integers(0, 1))
+        width = data.draw(st.sampled_from([6, 6, 1, 2, 3]))
+        lines = [[99] * width for _ in range(size)]
+        off = [7] * size
+        for name, entry in zip(rows.names, rows.entries, strict=True):
+            if name is not None:
+                life = self.lives[name]
+                slots = [*life.slots * 3, life.home, 0, data.draw(st.sampled_from([0, -3, 2**31 - 1]))]
+                lines[entry] = [data.draw(st.sampled_from(slots)) for _ in range(width)]
+                off[entry] = data.draw(st.sampled_from([0, 0, 0, 0, 0, 1, -2]))
+        return Blocks(lines, off)
+
+    def begin(self, rows: Rows, blocks: Blocks | None = None) -> OpenStep | None:
+        """The step over ``rows``; None when it was refused: one of them has an open step, or finds no boundary slot."""
         chosen = [None if name is None else self.lives[name] for name in rows.names]
         metadata = StepMetadata(
             handles=tuple(None if life is None else life.handle for life in chosen),
@@ -332,18 +541,37 @@ class Side:
             with pytest.raises(StepOrderError, match="still open"):
                 self.manager.begin_step(metadata, rows.pad_to)
             return None
+        block_size, given = self.config.block_size, {}
+        if blocks is not None:
+            given = self._as_given(rows, blocks)
+        elif block_size is not None:
+            due = [
+                life
+                for life, n in zip(chosen, rows.lens, strict=True)
+                if life is not None and not life.has_boundary_slot and life.may_cross(n, block_size)
+            ]
+            if len(due) > self.room[1]:
+                with pytest.raises(CapacityError, match="no slots for boundary"):
+                    self.manager.begin_step(metadata, rows.pad_to)
+                return None
+            self._take(len(due))
+            for life in due:
+                life.has_boundary_slot = True
         tokens = sum(rows.lens) if rows.pad_to is None else rows.pad_to[1]
         self.seed += 1
         inputs = make_inputs(self.config, tokens, self.seed, self.device)
-        step = OpenStep(self.manager.begin_step(metadata, rows.pad_to), [], inputs)
+        step = OpenStep(self.manager.begin_step(metadata, rows.pad_to, **given), [], inputs)
         start = 0
         columns = (chosen, rows.lens, rows.least, rows.entries, rows.kinds)
         for life, query_len, minimum, entry, kind in zip(*columns, strict=True):
             window = [tensors[start : start + query_len] for tensors in inputs]
-            row = Row(life, query_len, minimum, entry, window, prompt=kind == "prompt")
+            row = Row(life, query_len, minimum, entry, self._new_tokens(query_len), prompt=kind == "prompt")
             if life is not None:
                 life.step = step
-                row.outputs = life.twin.window(window)[1]
+                row.after, row.outputs = self._twin(life).window(window)
+                if blocks is not None:
+                    row.line = [] if blocks.off[entry] else blocks.lines[entry]
+                    self.misplaced += blocks.off[entry] != 0
             step.rows.append(row)
             start += query_len
         self.open.append(step)
@@ -430,13 +658,20 @@ class Side:
             else:
                 self.clamped += accepted != counts[row.entry]
                 life.finished = verb == "defer" and finished[row.entry]
-            life.twin.commit(row.inputs, accepted)
+            before = len(life.tokens)
+            for count in range(1, accepted + 1):
+                states = [after[count - 1] for after in row.after]
+                self.states[(*life.tokens, *row.tokens[:count])] = states
+            life.tokens = life.tokens + row.tokens[:accepted]
+            life.most += row.query_len
+            life.least += row.query_len if row.prompt else 0
             folded = 0 if step.flushed or self.config.fold_policy != "deferred" else life.pending
             life.pending = life.pending - folded + accepted
+            at_boundary = self._cross(life, row, before)
             full = self.config.fold_policy == "ring" and life.pending + 3 > self.config.record_capacity
             folds = verb == "commit" or self.config.fold_policy == "eager"
             life.may_be_pending = not folds
-            if folds or full or (verb == "defer" and eager[row.entry]):
+            if folds or full or at_boundary or (verb == "defer" and eager[row.entry]):
                 life.pending = 0
         with pytest.raises(StepOrderError, match="ended"):
             end()
@@ -472,23 +707,122 @@ class Side:
         self.manager.check_integrity()
         counters = self.manager.counters()
         assert (counters.dropped_ends, counters.wasted_windows) == (self.dropped, self.wasted)
-        assert counters.clamps == self.clamped
+        assert (counters.clamps, counters.misplaced_rows) == (self.clamped, self.misplaced)
         assert self.manager.num_requests == len(self.lives)
         assert self.manager.can_admit(min(self.room)) and not self.manager.can_admit(min(self.room) + 1)
+        self._prefixes_agree()
+        for slot, tokens in self.kept.items():
+            self._holds(slot, tokens)
         for parked in self.parked.values():
             if parked.keeps == "records":
                 life = parked.life
                 cursor = self.manager._backend.cursor(life.handle.record_slot)
-                assert (cursor.pending_len, cursor.committed_len) == (life.pending, life.twin.committed_len)
+                assert (cursor.pending_len, cursor.committed_len) == (life.pending, len(life.tokens))
+                self._boundary_agrees(life, self.manager._preempted.of(life.handle.request_id, ""))
         for life in self.lives.values():
             assert self.manager._backend.cursor(life.handle.record_slot).pending_len == life.pending
+            assert self._slot_of(life.handle) == life.running
+            self._boundary_agrees(life, self.manager._requests.of(life.handle))
             if life.step is not None and life.step.between:
                 with pytest.raises(StepOrderError, match="have verified"):
                     self.manager.read(life.handle, 0)
             else:
-                life.twin.check(self.manager, life.handle, self.tolerance)
+                self._twin(life).check(self.manager, life.handle, self.tolerance)
+
+    def _prefixes_agree(self) -> None:
+        metrics, published = self.manager.metrics(), self.manager.published()
+        assert (metrics.prefix_hits, metrics.prefix_misses) == (self.hits, self.misses)
+        assert (metrics.prefix_evictions, metrics.reserved_slots) == (self.evictions, len(self.lent))
+        keys = [*map(PrefixKey.of, (prefix.tokens for prefix in [*self.used, *self.idle]))]
+        assert [*published][len(self.used) :] == keys[len(self.used) :]
+        assert {*published} == {*keys}
+        for prefix, key in zip([*self.used, *self.idle], keys, strict=True):
+            self._holds(published[key], prefix.tokens)
+
+    def _boundary_agrees(self, life: Life, owner: Any) -> None:
+        cursor = self.manager._backend.cursor(life.handle.record_slot)
+        assert bool(owner.boundary_slot) == life.has_boundary_slot
+        assert cursor.boundary_len == len(life.boundary)
+        if life.boundary:
+            self._holds(owner.boundary_slot, life.boundary)
+
+    def _holds(self, slot: int, tokens: list[int]) -> None:
+        """A checkpoint slot holds the state after these tokens, in every layer."""
+        for layer, state in enumerate(self.states[(*tokens,)]):
+            recurrent, conv = self.manager.checkpoints(layer)
+            assert relative_error(recurrent[slot], state.recurrent) < self.tolerance
+            if conv is not None:
+                assert relative_error(conv[slot], state.conv) < self.tolerance
 
     # -- helpers
+
+    def _twin(self, life: Life) -> Twin:
+        return Twin(self.oracle, self.num_layers, self.states[(*life.tokens,)], len(life.tokens))
+
+    def _new_tokens(self, count: int) -> list[int]:
+        """Ids that no other token has."""
+        self.num_tokens += count
+        return [*range(self.num_tokens - count, self.num_tokens)]
+
+    def _slot_of(self, handle: Handle) -> int:
+        """Where its checkpoint lies."""
+        return int(self.manager.checkpoint_slots([handle])[0])
+
+    def _take(self, count: int) -> None:
+        """So many checkpoint slots are about to be taken: what is evicted for them."""
+        evicted = max(count - self.num_free, 0)
+        self.evictions += evicted
+        del self.idle[:evicted]
+
+    def _move(self, life: Life, slot: int, checkpoint_len: int) -> None:
+        """The running checkpoint lies in ``slot`` from here on; where it lay it stays, at ``checkpoint_len``."""
+        if slot == life.running:
+            return
+        if life.running != life.home:
+            self.kept[life.running] = life.tokens[:checkpoint_len]
+        life.running = slot
+        self.kept.pop(slot, None)
+
+    def _cross(self, life: Life, row: Row, before: int) -> bool:
+        """What the end of a row's window does at a boundary; whether the row folds for it."""
+        block_size, after = self.config.block_size, len(life.tokens)
+        if block_size is None or after // block_size * block_size <= before:
+            return False
+        column = after // block_size
+        boundary = life.tokens[: column * block_size]
+        if row.line is None:
+            if life.has_boundary_slot:
+                life.boundary = boundary
+            return life.has_boundary_slot
+        if not row.line:
+            return False
+        line = [slot if 0 < slot <= self.config.num_checkpoints else 0 for slot in row.line]
+        source, target = life.running, line[min(column, len(line) - 1)] or life.running
+        ends = line[column - 1] if column <= len(line) else 0
+        self._move(life, target, after - life.pending)
+        if ends and (ends != target or after % block_size == 0):
+            if ends not in (target, life.home):
+                self.kept[ends] = boundary
+            return True
+        return target != source
+
+    def _as_given(self, rows: Rows, blocks: Blocks) -> dict[str, torch.Tensor]:
+        """``blocks`` as begin_step takes them."""
+        positions = [*blocks.off]
+        for name, entry in zip(rows.names, rows.entries, strict=True):
+            if name is not None:
+                positions[entry] += len(self.lives[name].tokens)
+        given = {"block_table": blocks.lines, "positions": positions}
+        return {name: torch.tensor(v, dtype=torch.int32, device=self.device) for name, v in given.items()}
+
+    def _end_of(self, life: Life) -> None:
+        """It has ended, live or preempted: the prefix that it came from has one user less."""
+        prefix = life.source
+        if prefix is not None:
+            prefix.num_users -= 1
+            if not prefix.num_users:
+                self.used.remove(prefix)
+                self.idle.append(prefix)
 
     def _folded_by_verify(self, life: Life) -> bool:
         step = life.step
@@ -536,7 +870,7 @@ class Side:
         key = torch.zeros(len(tensors.qkv), spec.num_heads, spec.head_k_dim, dtype=torch.float64)
         start = 0
         for row in step.rows:
-            state = self.oracle.zero() if row.life is None else row.life.twin.states[layer]
+            state = self.oracle.zero() if row.life is None else self._twin(row.life).states[layer]
             for t in range(start, start + row.query_len):
                 token = self.oracle.token(layer, state, tensors.qkv[t], tensors.raw_gate[t], tensors.raw_beta[t])
                 state, u[t], key[t] = token.state, token.u, token.key
@@ -550,27 +884,51 @@ class Lifecycle(RuleBasedStateMachine):
     device = "cpu"
     sizes: ClassVar[dict[str, Any]] = {"head_k_dim": 3, "head_v_dim": 2}
     tolerance = 1e-11
+    #: Who keeps boundary checkpoints: nobody, the requests themselves, or the caller by its block tables.
+    blocks: ClassVar[tuple[str, ...]] = ("none", "own", "table")
 
     @initialize(
         policy=st.sampled_from(POLICIES),
         windows=st.integers(0, 2),
         taps=st.sampled_from([None, 2, 4]),
         checkpoints=st.integers(2, 4),
+        kind=st.integers(0, 2),
+        block_size=st.integers(3, 6),
+        position=st.integers(0, 7),
     )
-    def build(self, policy: str, windows: int, taps: int | None, checkpoints: int) -> None:
+    def build(
+        self,
+        policy: str,
+        windows: int,
+        taps: int | None,
+        checkpoints: int,
+        kind: int,
+        block_size: int,
+        position: int,
+    ) -> None:
         options = {"backend": self.backend, "device": self.device, "tolerance": self.tolerance, **self.sizes}
+        blocks = self.blocks[kind % len(self.blocks)]
+        self.with_tables = blocks == "table"
+        if blocks != "none":
+            options["block_size"] = block_size
+            checkpoints += 7 if self.with_tables else 3
         self.side = Side(policy, windows, taps, checkpoints, **options)
+        if self.with_tables:
+            self.side.reserve(4)
         for name in NAMES[:2]:
             self.side.admit(name)
+            if position:
+                self.side.load(name, position, in_place=False)
 
     # -- few rules with many faces each: hypothesis leaves out whole rules at random, and none of these may be missing
 
     @rule(
         data=st.data(),
         face=st.sampled_from(
-            "admit,admit,load,release,stale,flush,flush,fork,preempt,preempt,resume,resume,discard,fence,fence".split(
-                ","
-            )
+            (
+                "admit,admit,load,release,stale,flush,flush,fork,preempt,preempt,resume,resume,discard,fence,fence,"
+                "publish,publish,restore,restore,restore,reserve,return"
+            ).split(",")
         ),
     )
     def request(self, data: st.DataObject, face: str) -> None:
@@ -583,23 +941,39 @@ class Lifecycle(RuleBasedStateMachine):
             side.use_stale_handles()
         elif face == "fence":
             side.fence(data.draw(st.sampled_from(["flush", "flush", "flush", "drop"])))
+        elif face == "reserve":
+            side.reserve(data.draw(st.integers(1, 3)))
+        elif face == "return":
+            side.give_back(data.draw(st.sampled_from([*side.lent, *side.lent, 1])))
+        elif face == "restore":
+            # Mostly what is published, under a name that is free.
+            if side.lives and not side.used and not side.idle:
+                self._between_lives(data, "publish", None)
+            known = [prefix.tokens for prefix in [*side.idle, *side.used]]
+            tokens = known if known and data.draw(st.integers(0, 5)) else [[0, -1]]
+            side.restore(self._draw_new_name(data), data.draw(st.sampled_from(tokens)))
         elif face in ("resume", "discard"):
             # Mostly one that is preempted.
             names = sorted(side.parked) if side.parked and data.draw(st.integers(0, 5)) else NAMES
             getattr(side, face)(data.draw(st.sampled_from(names)))
-        elif side.lives and face in ("fork", "preempt"):
+        elif side.lives and face in ("fork", "preempt", "publish"):
             self._between_lives(data, face, None)
         elif side.lives and face == "load":
             side.load(self._draw_name(data), data.draw(st.integers(0, 40)), data.draw(st.booleans()))
         elif side.lives:
             side.release(self._draw_name(data))
 
-    @rule(data=st.data(), then=st.sampled_from("leave,verify,cancel,end,end,end,fork,preempt".split(",")))
+    @rule(data=st.data(), then=st.sampled_from("leave,verify,cancel,end,end,end,end,fork,preempt,publish".split(",")))
     def begin(self, data: st.DataObject, then: str) -> None:
         side = self.side
-        # Mostly requests that are free, so that steps get going; sometimes one that must be refused.
+        # Mostly requests that are free, so that steps get going, seldom none; sometimes one that must be refused.
+        if not side.free() and data.draw(st.integers(0, 3)):
+            side.admit(self._draw_new_name(data))
         names = side.free() if data.draw(st.integers(0, 5)) else sorted(side.lives)
-        step = side.begin(side.draw_rows(data, names))
+        rows = side.draw_rows(data, names)
+        free = all(name is None or side.lives[name].step is None for name in rows.names)
+        blocks = side.draw_blocks(data, rows) if self.with_tables and free and data.draw(st.integers(0, 3)) else None
+        step = side.begin(rows, blocks)
         if step is None or then == "leave":
             return
         if then == "cancel":
@@ -607,10 +981,10 @@ class Lifecycle(RuleBasedStateMachine):
             side.cancel(step)
             return
         early = data.draw(st.booleans())
-        if then in ("fork", "preempt") and early:
+        if then in ("fork", "preempt", "publish") and early:
             self._between_lives(data, then, step)
         side.verify(step, [0, 1])
-        if then in ("fork", "preempt") and not early:
+        if then in ("fork", "preempt", "publish") and not early:
             self._between_lives(data, then, step)
         if then != "verify":
             side.end(step, side.draw_end(data, step))
@@ -619,7 +993,7 @@ class Lifecycle(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         face=st.sampled_from(
-            "verify one,verify,write,flush,end,end,end,cancel,release,flush all,fork,preempt,fence".split(",")
+            "verify one,verify,write,flush,end,end,end,cancel,release,flush all,fork,preempt,publish,fence".split(",")
         ),
     )
     def proceed(self, data: st.DataObject, face: str) -> None:
@@ -642,7 +1016,7 @@ class Lifecycle(RuleBasedStateMachine):
             side.flush(None)
         elif face == "fence":
             side.fence(data.draw(st.sampled_from(["flush", "drop"])))
-        elif face in ("fork", "preempt"):
+        elif face in ("fork", "preempt", "publish"):
             self._between_lives(data, face, step)
         elif side.lives:
             side.release(self._draw_name(data))
@@ -657,11 +1031,18 @@ class Lifecycle(RuleBasedStateMachine):
     def _draw_name(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(sorted(self.side.lives)))
 
+    def _draw_new_name(self, data: st.DataObject) -> str:
+        """Mostly one that is free."""
+        free = [name for name in NAMES if name not in self.side.lives and name not in self.side.parked]
+        return data.draw(st.sampled_from(free if free and data.draw(st.integers(0, 5)) else NAMES))
+
     def _between_lives(self, data: st.DataObject, face: str, step: OpenStep | None) -> None:
         """Of a request in ``step``, or of any."""
         lives = self.side.lives.values() if step is None else [row.life for row in step.rows if row.life is not None]
         if not lives:
             return
+        if face == "publish":  # seldom one that has no tokens
+            lives = [life for life in lives if life.tokens] or lives
         name = data.draw(st.sampled_from(sorted(life.handle.request_id for life in lives)))
         if face == "fork":
             # Mostly names that are free.
@@ -669,6 +1050,11 @@ class Lifecycle(RuleBasedStateMachine):
             names = free if free and data.draw(st.integers(0, 5)) else NAMES
             size = data.draw(st.sampled_from([1, 1, 2]))
             self.side.fork(name, data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1, max_size=size)))
+        elif face == "publish":
+            # Mostly at a position that it holds.
+            held = self.side.held(self.side.lives[name])
+            anywhere = not held or not data.draw(st.integers(0, 5))
+            self.side.publish(name, data.draw(st.integers(1, 40) if anywhere else st.sampled_from(held)))
         else:
             self.side.preempt(name, data.draw(st.sampled_from(["records", "records", "folded", "host"])))
 
@@ -680,10 +1066,32 @@ class Lifecycle(RuleBasedStateMachine):
         return data.draw(st.lists(st.sampled_from(names), unique=True)) if names else []
 
 
-class TestLifecycle(Lifecycle.TestCase):
-    """100 examples of 30 steps; SPECSTATE_EXAMPLES and SPECSTATE_STEPS ask for more."""
+SETTINGS = settings(
+    max_examples=max(int(os.environ.get("SPECSTATE_EXAMPLES", "150")) // 3, 1),
+    stateful_step_count=int(os.environ.get("SPECSTATE_STEPS", "30")),
+)
+"""150 examples of 30 steps, a third for each class below; SPECSTATE_EXAMPLES and SPECSTATE_STEPS ask for more."""
 
-    settings = settings(
-        max_examples=int(os.environ.get("SPECSTATE_EXAMPLES", "100")),
-        stateful_step_count=int(os.environ.get("SPECSTATE_STEPS", "30")),
-    )
+
+class WithoutBoundaries(Lifecycle):
+    blocks = ("none",)
+
+
+class WithBoundaries(Lifecycle):
+    blocks = ("own",)
+
+
+class WithBlockTables(Lifecycle):
+    blocks = ("table",)
+
+
+class TestWithoutBoundaries(WithoutBoundaries.TestCase):
+    settings = SETTINGS
+
+
+class TestWithBoundaries(WithBoundaries.TestCase):
+    settings = SETTINGS
+
+
+class TestWithBlockTables(WithBlockTables.TestCase):
+    settings = SETTINGS
