@@ -6,7 +6,11 @@ import triton.language as tl
 from specstate.kernels.triton_common import CURSOR_COLUMNS
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "stated_stride"], do_not_specialize_on_alignment=["p_stated"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens", "stated_stride"],
+    # p_starts lies behind the staged rows, wherever those end.
+    do_not_specialize_on_alignment=["p_starts", "p_stated"],
+)
 def begin_kernel(
     p_staged,
     p_starts,

@@ -50,7 +50,7 @@ def state_product(b_state, b_f, o_k, BK: tl.constexpr, PRECISION: tl.constexpr):
         "beta_stride",
         "out_stride",
     ],
-    do_not_specialize_on_alignment=["p_mixed", "p_gate", "p_beta", "p_out"],
+    do_not_specialize_on_alignment=["p_starts", "p_mixed", "p_gate", "p_beta", "p_out"],
 )
 def verify_kernel(
     p_rows,

@@ -5,6 +5,8 @@ record. A kernel that reads what it should not shows NaN, one that writes what i
 """
 
 import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +15,7 @@ import torch
 from specstate import LayerParams, StateConfig
 from specstate.kernels import rows as at
 from specstate.kernels.arena import TorchAllocator
-from specstate.kernels.cursors import StepTensors
+from specstate.kernels.cursors import BlockTable, StepTensors
 from specstate.kernels.portable import PortableKernels
 from specstate.kernels.reference import ReferenceKernels, inverse_norm
 from specstate.storage import Storage
@@ -42,6 +44,9 @@ class Row:
     finished: bool = False
     late: bool = False
     """The record slot has another owner by now."""
+    own: bool = False
+    """It has a slot of its own for boundary checkpoints."""
+    boundary_len: int = 0
 
     @property
     def committed_len(self) -> int:
@@ -61,8 +66,27 @@ def to_cpu(params: list[LayerParams]) -> tuple[LayerParams, ...]:
     return tuple(LayerParams(**{n: None if t is None else t.cpu() for n, t in layer.items()}) for layer in tensors)
 
 
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Whatever makes the host wait for the GPU in here is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def alike_on(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A copy of ``tensor`` on ``device`` with its strides."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
+
+
 class Rig:
-    """Both kernels for ``rows``. Row i has record row i + 1 and checkpoint slot i + 2; slot 1, record 0 are spare."""
+    """Both kernels for ``rows``. Row i has record row i + 1 and checkpoint slot i + 2; slot 1, record 0 are spare.
+
+    With block_size, three more slots a row follow: first one for each row's own boundary checkpoint, then spare ones.
+    """
 
     def __init__(
         self,
@@ -73,7 +97,8 @@ class Rig:
         params: list[LayerParams] | None = None,
         storage: Any = None,
     ) -> None:
-        sizes = {"max_requests": len(rows) + 1, "num_checkpoints": len(rows) + 2}
+        num_slots = len(rows) + 2 + (0 if config.block_size is None else 3 * len(rows))
+        sizes = {"max_requests": len(rows) + 1, "num_checkpoints": num_slots}
         self.config, self.rows = config.model_copy(update=sizes), rows
         exact = self.config.model_copy(update={"checkpoint_dtype": "float64"})
         self.params = make_params(config, seed, device) if params is None else params
@@ -91,6 +116,9 @@ class Rig:
 
     def record_row(self, row: int) -> int:
         return -1 if self.rows[row].kind == "dummy" else row + 1
+
+    def boundary_slot(self, row: int) -> int:
+        return len(self.rows) + 3 + row if self.rows[row].own else 0
 
     @property
     def live(self) -> list[int]:
@@ -132,6 +160,7 @@ class Rig:
         for index, row in enumerate(self.rows):
             if row.kind != "dummy":
                 cursor = [row.checkpoint_len, row.pending_len, self.generation(index) + row.late, row.finished]
+                cursor += [self.slot(index), row.boundary_len]
                 self.storage.cursors[self.record_row(index)] = torch.tensor(cursor, dtype=torch.int32)
         self.copy_to_exact()
 
@@ -149,27 +178,38 @@ class Rig:
 
     # -- calls
 
-    def begin(self, pad_rows: int = 0, pad_tokens: int = 0) -> tuple[StepTensors, StepTensors]:
-        """The step of all rows, for the kernels and for the reference."""
+    def begin(
+        self,
+        pad_rows: int = 0,
+        pad_tokens: int = 0,
+        blocks: BlockTable | None = None,
+        entries: Sequence[int] | None = None,
+    ) -> tuple[StepTensors, StepTensors]:
+        """The step of all rows, for the kernels and for the reference; ``entries``: batch_index, by default i."""
         columns, start = [], 0
         for index, row in enumerate(self.rows):
             least = row.query_len if row.kind == "prompt" else row.least
+            entry = index if entries is None else entries[index]
             place = [self.slot(index), self.record_row(index), start, row.query_len]
-            columns += [*place, self.generation(index), least, index, KINDS[row.kind]]
+            columns += [*place, self.generation(index), least, entry, KINDS[row.kind]]
+            columns.append(0 if blocks is not None else self.boundary_slot(index))
             start += row.query_len
         for _ in range(pad_rows):
-            columns += [0, -1, start, 0, 0, 0, 0, at.DUMMY]
+            columns += [0, -1, start, 0, 0, 0, 0, at.DUMMY, 0]
         starts = [0]
         for row in self.rows:
             starts.append(starts[-1] + row.query_len)
         staged = torch.tensor(columns + starts + [start] * pad_rows, dtype=torch.int32)
         sizes = len(self.rows) + pad_rows, start + pad_tokens, max(row.query_len for row in self.rows)
-        return self.begin_staged(staged, *sizes)
+        return self.begin_staged(staged, *sizes, blocks=blocks)
 
-    def begin_staged(self, staged: torch.Tensor, *sizes: int) -> tuple[StepTensors, StepTensors]:
+    def begin_staged(
+        self, staged: torch.Tensor, *sizes: int, blocks: BlockTable | None = None
+    ) -> tuple[StepTensors, StepTensors]:
         """The same from columns of one's own, for (rows, tokens, longest window)."""
-        ours = self.kernels.begin(staged.to(self.device), *sizes, TorchAllocator(torch.device(self.device)))
-        return ours, self.exact.begin(staged, *sizes, TorchAllocator(torch.device("cpu")))
+        given = None if blocks is None else BlockTable(*(alike_on(tensor, self.device) for tensor in blocks))
+        ours = self.kernels.begin(staged.to(self.device), *sizes, TorchAllocator(torch.device(self.device)), given)
+        return ours, self.exact.begin(staged, *sizes, TorchAllocator(torch.device("cpu")), blocks)
 
     def inputs(self, tokens: int, seed: int = 1) -> list[LayerInputs]:
         return make_inputs(self.config, tokens, seed, self.device)

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from specstate import SamplingParams, StepMetadata
+from specstate import PrefixKey, SamplingParams, StepMetadata
 from tests.factories import POLICIES, make_config, make_inputs, make_manager, make_twin, run_step, verify_all
 
 
@@ -48,7 +48,48 @@ def main() -> int:
         step.commit(torch.tensor([2, 0], device="cuda"))
         manager.check_integrity()
         print(policy, "done", flush=True)
+        for tabled in (False, True):
+            boundaries(policy, tabled)
+        print(policy, "with boundaries done", flush=True)
     return 0
+
+
+def boundaries(policy: str, tabled: bool) -> None:
+    """Boundary checkpoints in own slots or by a table, wrong entries among them; then publish, restore and the like."""
+    config = make_config(
+        fold_policy=policy,
+        max_requests=5,
+        num_checkpoints=24,
+        head_k_dim=24,
+        head_v_dim=40,
+        checkpoint_dtype="float32",
+        activation_dtype="float32",
+        block_size=5,
+    )
+    manager = make_manager(config, "cuda", backend="triton", debug=False)
+    handles = [manager.admit(name) for name in "abc"]
+    lens = [0, 0, 0]
+    lines = torch.tensor(manager.reserve_checkpoints(12), dtype=torch.int32, device="cuda").view(3, 4)
+    lines[0, 1], lines[1, 2], lines[2, 0] = 0, 25, -3
+    for seed in range(8):
+        positions = torch.tensor([*lens[::-1], 0, 0, 0], dtype=torch.int32, device="cuda")[::2] if seed == 3 else None
+        if positions is None:
+            positions = torch.tensor(lens, dtype=torch.int32, device="cuda")
+        blocks = {"block_table": lines[:, : 2 + seed % 3], "positions": positions} if tabled else {}
+        metadata = StepMetadata(handles=(*handles, None), query_lens=(4, 3, 2, 1), row_kinds=(*["decode"] * 3, "dummy"))
+        step = manager.begin_step(metadata, pad_to=(6, 12), **blocks)
+        verify_all(step, make_inputs(config, 12, seed, "cuda"))
+        step.defer(torch.tensor([1 + seed % 4, 3, 2, 0], device="cuda"))
+        lens = [manager.committed_len(handle) for handle in handles]
+    manager.publish(handles[1], PrefixKey("b", lens[1]))
+    manager.restore(PrefixKey("b", lens[1]), "restored")
+    manager.fork(handles[0], ["fork"])
+    manager.preempt(handles[0])
+    manager.retract(handles[2])
+    manager.fence("flush")
+    manager.resume("a")
+    manager.resume("c")
+    manager.check_integrity()
 
 
 if __name__ == "__main__":

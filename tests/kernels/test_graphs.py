@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from specstate import (
 from specstate.metadata import Handle
 from specstate.step import Step
 from tests.factories import POLICIES, LayerInputs, make_config, make_inputs, make_manager, make_twin, verify_all
+from tests.kernels.harness import no_waits
 
 VOCAB = 11
 
@@ -55,6 +56,7 @@ class Graph:
     rows: int
     tokens: int
     end: str = "defer"
+    blocks: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config = self.manager.config
@@ -64,7 +66,7 @@ class Graph:
         self.manager.warmup()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.step = self.manager.capture_step(self.rows, self.tokens)
+            self.step = self.manager.capture_step(self.rows, self.tokens, **self.blocks)
             self.outputs = verify_all(self.step, self.inputs)
             self.result = self.step.sample(self.logits, self.drafts)
             if self.end == "defer":
@@ -143,6 +145,92 @@ def test_replays_give_the_bits_of_eager_steps(policy: str, backend: str) -> None
                 assert torch.equal(mine.recurrent, theirs.recurrent)
                 assert mine.conv is not None and theirs.conv is not None and torch.equal(mine.conv, theirs.conv)
     captured.check_integrity()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("keeps", ["own slots", "block table"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_replays_keep_the_boundaries_of_eager_steps(policy: str, keeps: str, backend: str) -> None:
+    """Every checkpoint slot has the same bits, though lines of the captured table move and change from step to step."""
+    config, width, lines = config_of(policy, block_size=5, num_checkpoints=28), 4, 5
+    managers = [make_manager(config, "cuda", backend=backend, debug=False) for _ in range(2)]
+    table = torch.zeros(lines, width, dtype=torch.int32, device="cuda")
+    positions = torch.zeros(lines, dtype=torch.int32, device="cuda")
+    blocks = {"block_table": table, "positions": positions} if keeps == "block table" else {}
+    graph = Graph(managers[1], rows=4, tokens=12, blocks=blocks)
+    slots = managers[0].reserve_checkpoints(4 * width)
+    assert managers[1].reserve_checkpoints(4 * width) == slots
+    free = [slots[i * width : (i + 1) * width] for i in range(4)]
+    rng = random.Random(2)
+    pairs: dict[str, list[Handle]] = {}
+    line_of: dict[str, list[int]] = {}
+    for seed in range(40):
+        for name in list(pairs):
+            if rng.random() < 0.12:
+                for manager, handle in zip(managers, pairs.pop(name), strict=True):
+                    manager.release(handle)
+                free.append(line_of.pop(name))
+        while len(pairs) < 4 and rng.random() < 0.7:
+            name = f"{seed}-{len(pairs)}"
+            pairs[name], line_of[name] = [manager.admit(name) for manager in managers], free.pop()
+        names = rng.sample(sorted(pairs), rng.randint(0, len(pairs)))
+        lens = tuple(rng.randint(1, 3) for _ in names)
+        entries = tuple(rng.sample(range(lines), len(names)))
+        # A line is another entry in every step; some of its columns are not there, and some positions are wrong.
+        rows = [[0] * width for _ in range(lines)]
+        stated = [0] * lines
+        for name, entry in zip(names, entries, strict=True):
+            rows[entry] = [0 if rng.random() < 0.15 else slot for slot in line_of[name]]
+            stated[entry] = managers[0].committed_len(pairs[name][0]) + (rng.random() < 0.1)
+        table.copy_(torch.tensor(rows, dtype=torch.int32))
+        positions.copy_(torch.tensor(stated, dtype=torch.int32))
+        inputs, logits, drafts = windows(config, 12, seed)
+
+        metadata = [
+            StepMetadata(handles=tuple(pairs[n][i] for n in names), query_lens=lens, batch_index=entries)
+            for i in range(2)
+        ]
+        given = {name: tensor.clone() for name, tensor in blocks.items()}
+        step = managers[0].begin_step(metadata[0], pad_to=(4, 12), **given)
+        outputs = verify_all(step, inputs)
+        step.defer(step.sample(logits, drafts))
+        graph.fill(inputs, logits, drafts)
+        replay = graph.begin(metadata[1])
+        graph.graph.replay()
+        replay.replayed("defer")
+        for mine, theirs in zip(graph.outputs, outputs, strict=True):
+            assert torch.equal(mine, theirs)
+        assert torch.equal(replay.boundary_slots, step.boundary_slots)
+        assert managers[1].digest() == managers[0].digest()
+        for layer in range(config.num_layers):
+            for mine, theirs in zip(managers[1].checkpoints(layer), managers[0].checkpoints(layer), strict=True):
+                assert mine is not None and theirs is not None and torch.equal(mine, theirs)
+    assert managers[1].counters() == managers[0].counters()
+    counted = managers[0].counters()
+    assert (counted.misplaced_rows > 0) == (keeps == "block table")
+    boundaries = counted.folds.at_end if policy == "eager" else counted.folds.at_boundary
+    assert boundaries > 0
+    for manager in managers:
+        manager.check_integrity()
+
+
+@pytest.mark.gpu
+def test_a_captured_table_is_the_only_one() -> None:
+    config = config_of("ring", block_size=4, num_checkpoints=8)
+    manager = make_manager(config, "cuda", backend="triton", debug=False)
+    slots = torch.tensor([manager.reserve_checkpoints(2)], dtype=torch.int32, device="cuda")
+    blocks = {"block_table": slots, "positions": torch.zeros(1, dtype=torch.int32, device="cuda")}
+    graph = Graph(manager, rows=2, tokens=8, blocks=blocks)
+    a, b = manager.admit("a"), manager.admit("b")
+    with pytest.raises(SpecStateError, match="reads the one it was captured with"):
+        manager.begin_step(StepMetadata(handles=(a,), query_lens=(4,)), pad_to=(2, 8), **blocks)
+    with pytest.raises(SpecStateError, match="the captured block_table has 1"):
+        graph.begin(StepMetadata(handles=(a, b), query_lens=(4, 4)))
+    step = graph.begin(StepMetadata(handles=(a,), query_lens=(4,)))
+    graph.graph.replay()
+    step.replayed("defer")
+    assert manager.counters().misplaced_rows == 0
 
 
 @pytest.mark.gpu
@@ -267,30 +355,35 @@ def test_captures_beyond_what_warmup_made_are_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_nothing_waits_compiles_or_allocates_once_warm() -> None:
+@pytest.mark.parametrize("keeps", ["nothing", "own slots", "block table"])
+def test_nothing_waits_compiles_or_allocates_once_warm(keeps: str) -> None:
     """100 steps of decode by graph and by hand, while a wait for the device is an error."""
-    config = config_of("ring")
+    config = config_of("ring", block_size=None if keeps == "nothing" else 4, num_checkpoints=16)
     manager = make_manager(config, "cuda", backend="triton", debug=False)
-    graph = Graph(manager, rows=2, tokens=8)
+    slots = torch.tensor(manager.reserve_checkpoints(8), dtype=torch.int32, device="cuda").view(2, 4)
+    blocks = {"block_table": slots, "positions": torch.zeros(2, dtype=torch.int32, device="cuda")}
+    given = blocks if keeps == "block table" else {}
+    graph = Graph(manager, rows=2, tokens=8, blocks=given)
     handles = (manager.admit("a"), manager.admit("b"))
     inputs, logits, drafts = windows(config, 8, 0)
     outs = [torch.empty(8, 2, 48, dtype=torch.bfloat16, device="cuda") for _ in inputs]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for i in range(100):
             metadata = StepMetadata(handles=handles, query_lens=(4, 4))
             if i % 2:
                 step = graph.begin(metadata)
                 graph.graph.replay()
                 step.replayed("defer")
+                accepted = graph.result.num_accepted
             else:
-                step = manager.begin_step(metadata)
+                step = manager.begin_step(metadata, **given)
                 for layer, tensors in enumerate(inputs):
                     step.verify(layer, tensors.qkv, tensors.raw_gate, tensors.raw_beta, out=outs[layer])
-                step.defer(step.sample(logits, drafts))
+                result = step.sample(logits, drafts)
+                step.defer(result)
+                accepted = result.num_accepted
+            blocks["positions"] += accepted
             if i % 10 == 0:
                 manager.flush()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert manager.counters().misplaced_rows == 0
     manager.check_integrity()

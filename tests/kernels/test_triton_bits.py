@@ -116,6 +116,54 @@ def test_every_way_to_fold_gives_the_same_bits(
     assert [way for way, state in states.items() if state != wanted] == []
 
 
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("checkpoint", ["float32", "bfloat16"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_boundary_checkpoint_has_the_bits_of_a_flush_there(
+    policy: str, checkpoint: str, sizes: dict[str, int], device: str
+) -> None:
+    """In a slot of the request's own or of a block table; and so has the checkpoint that runs on from there."""
+    base = small_config(
+        fold_policy=policy,
+        conv_kernel_size=4,
+        num_layers=2,
+        max_requests=1,
+        num_checkpoints=4,
+        checkpoint_dtype=checkpoint,
+        activation_dtype="bfloat16",
+        **sizes,
+    )
+    longest = base.max_query_len
+
+    def after(accepted: int, kept: str) -> dict[int, list[bytes]]:
+        """Bytes of every checkpoint slot, T - 1 + ``accepted`` tokens in; the slots are 1, 2 and 3."""
+        config = base.model_copy(update={"block_size": None if kept == "nothing" else longest})
+        manager = make_manager(config, device, backend="triton", debug=False)
+        handle, blocks = manager.admit("a"), {}
+        if kept == "block table":
+            slots = manager.reserve_checkpoints(2)
+            table, positions = torch.tensor([slots], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+            blocks = {"block_table": table.to(device), "positions": positions.to(device)}
+        for seed, count in enumerate((longest - 1, accepted)):
+            if seed and blocks:
+                blocks["positions"] += longest - 1
+            step = manager.begin_step(StepMetadata(handles=(handle,), query_lens=(longest,)), **blocks)
+            verify_all(step, make_inputs(config, longest, seed, device))
+            step.defer(torch.tensor([count], device=device))
+        manager.flush()
+        assert manager.counters().misplaced_rows == 0
+        views = [view for layer in range(2) for view in manager.checkpoints(layer)]
+        return {slot: [raw_bytes(view[slot]) for view in views if view is not None] for slot in (1, 2, 3)}
+
+    at_boundary, beyond = after(1, "nothing")[1], after(2, "nothing")[1]
+    own = after(2, "own slot")
+    assert own[2] == at_boundary
+    assert own[1] == beyond
+    tabled = after(2, "block table")
+    assert tabled[2] == at_boundary
+    assert tabled[3] == beyond
+
+
 def life_of_a(policy: str, device: str, company: int, place: int, pad: tuple[int, int], sizes: dict[str, int]) -> Any:
     """Request "a" over some steps among ``company`` others, in row ``place``: all that it has and gets, as bytes."""
     config = small_config(fold_policy=policy, conv_kernel_size=4, max_requests=64, activation_dtype="bfloat16", **sizes)

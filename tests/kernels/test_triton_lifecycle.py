@@ -1,6 +1,10 @@
 """The manager over the Triton kernels: every order of transitions, golden traces, and no wait for the device."""
 
+import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,9 +13,10 @@ import torch
 import triton
 from hypothesis import HealthCheck, settings
 
-from specstate import SamplingParams, StateManager, StepMetadata
+from specstate import CapacityError, Handle, PrefixKey, SamplingParams, StateManager, StepMetadata
 from specstate.backends.tensors import TensorBackend
 from specstate.kernels import portable
+from specstate.oracle import OracleState
 from specstate.replay import replay_file
 from specstate.storage import Storage
 from tests.factories import (
@@ -26,7 +31,7 @@ from tests.factories import (
     run_step,
     verify_all,
 )
-from tests.kernels.harness import AIM, small_config
+from tests.kernels.harness import AIM, no_waits, small_config
 from tests.test_lifecycle import Lifecycle
 
 #: Traces that the interpreter replays in seconds; all others wait for a GPU.
@@ -191,10 +196,10 @@ def test_attach_rebuilds_the_conv_ring(position: int, device: str) -> None:
         assert layer.conv is not None and layer.conv_ring is not None
         layer.conv_ring[1] = torch.nan
         layer.conv[2].copy_(torch.randn(layer.conv[2].shape, generator=torch.Generator().manual_seed(1)))
-    standing = torch.tensor([position, 0, 9, 1], dtype=torch.int32, device=device)
+    standing = torch.tensor([position, 0, 9, 1, 1, 0], dtype=torch.int32, device=device)
     params = SamplingParams(temperature=0.5, seed=2**50 + 1, end_token_ids=(4,))
     backend.attach(2, 1, 12, standing, params.columns())
-    assert tuple(backend.cursor(1)) == (position, 0, 12, True)
+    assert tuple(backend.cursor(1)) == (position, 0, 12, True, 2, 0)
     assert storage.sampling[1].tolist() == list(params.columns())
     for layer in storage.layers:
         assert layer.conv is not None and layer.conv_ring is not None
@@ -214,9 +219,10 @@ def test_a_parked_cursor_is_nobodys(folded_by_verify: bool, device: str) -> None
     backend, row = manager._backend, handle.record_slot
     records = bytes_by_slot(manager)
     backend.park(row, folded_by_verify)
-    assert tuple(backend.cursor(row)) == ((3, 0, 0, False) if folded_by_verify else (0, 3, 0, False))
+    lens, slot = (3, 0) if folded_by_verify else (0, 3), int(manager.checkpoint_slots([handle])[0])
+    assert tuple(backend.cursor(row)) == (*lens, 0, False, slot, 0)
     backend.unpark(row, 7)
-    assert tuple(backend.cursor(row)) == ((3, 0, 7, False) if folded_by_verify else (0, 3, 7, False))
+    assert tuple(backend.cursor(row)) == (*lens, 7, False, slot, 0)
     assert bytes_by_slot(manager) == records
 
 
@@ -264,6 +270,128 @@ def test_between_lives_against_the_twin(taps: int | None, policy: str, device: s
     run(5, a=(4, 4), b=(4, 1), c=(4, 2), d=(4, 3), e=(1, 1))
 
 
+@dataclass
+class Story:
+    """Requests of one manager by name, their twins, and what every twin held after each of its tokens."""
+
+    manager: StateManager
+    rows: dict[str, tuple[Handle, Twin]] = field(default_factory=dict)
+    past: dict[str, dict[int, list[OracleState]]] = field(default_factory=dict)
+
+    def add(self, name: str, handle: Handle, source: str = "", position: int = 0) -> None:
+        """A request that stands where ``source`` stood at ``position``."""
+        twin, past = make_twin(self.manager.config), self.past.get(source, {})
+        if position:
+            twin = Twin(twin.oracle, twin.num_layers, list(past[position]), position)
+        self.rows[name], self.past[name] = (handle, twin), dict(past)
+        self.check(name)
+
+    def check(self, name: str) -> None:
+        handle, twin = self.rows[name]
+        twin.check(self.manager, handle, 10 * AIM)
+
+    def run(self, seed: int, table: torch.Tensor | None = None, **windows: tuple[int, int]) -> None:
+        """A step of (query_len, num_accepted) windows; line i of ``table`` belongs to the i-th of them."""
+        chosen = [self.rows[name] for name in windows]
+        lens = tuple(query_len for query_len, _ in windows.values())
+        device = self.manager.device
+        inputs = make_inputs(self.manager.config, sum(lens), seed, device)
+        blocks = {}
+        if table is not None:
+            positions = torch.tensor([twin.committed_len for _, twin in chosen], dtype=torch.int32, device=device)
+            blocks = {"block_table": table, "positions": positions}
+        step = self.manager.begin_step(StepMetadata(handles=tuple(h for h, _ in chosen), query_lens=lens), **blocks)
+        verify_all(step, inputs)
+        start, counts = 0, torch.tensor([accepted for _, accepted in windows.values()], device=device)
+        for name, (query_len, accepted) in windows.items():
+            twin = self.rows[name][1]
+            for token in range(start, start + accepted):
+                twin.commit([tensors[token : token + 1] for tensors in inputs], 1)
+                self.past[name][twin.committed_len] = list(twin.states)
+            start += query_len
+        step.defer(counts)
+        for name in windows:
+            self.check(name)
+
+    def check_slot(self, slot: int, name: str, position: int) -> None:
+        """The checkpoint slot holds what ``name`` held at ``position``, conv histories to the bit."""
+        for index, state in enumerate(self.past[name][position]):
+            recurrent, conv = self.manager.checkpoints(index)
+            assert relative_error(recurrent[slot], state.recurrent) < 10 * AIM
+            if conv is not None:
+                assert torch.equal(conv[slot].cpu().double(), state.conv)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("taps", [None, 3], ids=["no conv", "conv 3"])
+def test_publish_restore_and_fork_against_the_twin(taps: int | None, policy: str, device: str) -> None:
+    """At boundaries and in between, with records pending, from slots that were evicted and used again."""
+    config = small_config(
+        fold_policy=policy, conv_kernel_size=taps, num_layers=2, max_requests=6, num_checkpoints=13, block_size=5
+    )
+    story = Story(make_manager(config, device, backend="triton"))
+    manager = story.manager
+    for name in "ab":
+        story.add(name, manager.admit(name))
+    story.run(1, a=(4, 3), b=(4, 4))
+    story.run(2, a=(4, 4), b=(4, 1))
+    keys = {(name, position): PrefixKey(f"{name} {position}", position) for name, position in (("a", 5), ("b", 5))}
+    for (name, _), key in keys.items():
+        manager.publish(story.rows[name][0], key)
+    keys["a", 7] = PrefixKey("a 7", 7)
+    manager.publish(story.rows["a"][0], keys["a", 7])
+    for (name, position), key in keys.items():
+        story.check_slot(manager.published()[key], name, position)
+    story.add("c", manager.restore(keys["a", 5], "c"), "a", 5)
+    story.run(3, c=(4, 3), a=(4, 2), b=(3, 3))
+    story.add("d", manager.fork(story.rows["c"][0], ["d"])[0], "c", 8)
+    story.run(4, d=(4, 4), a=(2, 2), c=(1, 1), b=(4, 4))  # all but c cross 10
+    manager.publish(story.rows["d"][0], PrefixKey("d 10", 10))
+    manager.preempt(story.rows["d"][0])
+    manager.retract(story.rows["b"][0])
+    with pytest.raises(CapacityError):
+        manager.reserve_checkpoints(14)
+    free = manager.reserve_checkpoints(13 - manager.metrics().checkpoint_slots_in_use)
+    assert manager.metrics().prefix_evictions == 0
+    story.add("e", manager.restore(keys["a", 7], "e"), "a", 7)  # in the place of what b left, unused longest
+    assert keys["b", 5] not in manager.published()
+    manager.return_checkpoints(free)
+    for name in "db":
+        story.rows[name] = manager.resume(name), story.rows[name][1]
+        story.check(name)
+    story.run(5, e=(4, 4), d=(4, 1), b=(4, 3))
+    for key, position, name in ((keys["a", 5], 5, "a"), (PrefixKey("d 10", 10), 10, "d")):
+        story.check_slot(manager.published()[key], name, position)
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_block_table_keeps_every_boundary(policy: str, device: str) -> None:
+    config = small_config(
+        fold_policy=policy, conv_kernel_size=3, num_layers=2, max_requests=4, num_checkpoints=14, block_size=4
+    )
+    story = Story(make_manager(config, device, backend="triton"))
+    manager = story.manager
+    for name in "ab":
+        story.add(name, manager.admit(name))
+    slots = torch.tensor(manager.reserve_checkpoints(8), dtype=torch.int32, device=device).view(4, 2)
+    table = slots.T  # [2, 4], line i in column i of what was reserved
+    story.run(1, table, a=(4, 3), b=(4, 4))
+    story.run(2, table, a=(4, 4), b=(2, 1))
+    manager.preempt(story.rows["a"][0], fold=True)
+    story.run(3, table.flip(0), b=(4, 3))
+    story.rows["a"] = manager.resume("a"), story.rows["a"][1]
+    story.run(4, table.flip(0), b=(4, 4), a=(4, 1))
+    story.run(5, table, a=(3, 2), b=(1, 1))
+    story.add("c", manager.fork(story.rows["b"][0], ["c"])[0], "b", 13)
+    for line, name in enumerate("ab"):
+        for block in range(story.rows[name][1].committed_len // 4):
+            story.check_slot(int(table[line, block]), name, 4 * (block + 1))
+    running = manager.checkpoint_slots([story.rows[name][0] for name in "ab"])
+    assert running.tolist() == [int(table[0, 2]), int(table[1, 3])]
+    assert manager.counters().misplaced_rows == 0
+
+
 class FailedLaunch:
     """In place of a kernel: its launch finds no memory."""
 
@@ -294,14 +422,31 @@ def test_a_launch_that_fails_can_be_cancelled(
     run_step(manager, [(handle, twin, 4, 4)], seed=3, tolerance=10 * AIM)
 
 
+def stated_positions(manager: StateManager, handles: list[Handle]) -> torch.Tensor:
+    """[n] int32, where requests in no step stand, as a caller's own lengths on the device would say."""
+    rows = torch.tensor([handle.record_slot for handle in handles], dtype=torch.int64)
+    if manager.device.type == "cuda":
+        rows = rows.pin_memory().to(manager.device, non_blocking=True)
+    return storage_of(manager).cursors.index_select(0, rows)[:, :2].sum(1).to(torch.int32)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("keeps", ["nothing", "own slots", "block table"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_hundred_steps_wait_for_nothing(policy: str, device: str) -> None:
+def test_a_hundred_steps_wait_for_nothing(policy: str, keeps: str, device: str) -> None:
     """Admission, steps of changing shape with sampling and every end but a read: no synchronisation of the host."""
     config = small_config(
-        fold_policy=policy, conv_kernel_size=4, num_layers=2, num_heads=2, max_requests=8, activation_dtype="bfloat16"
+        fold_policy=policy,
+        conv_kernel_size=4,
+        num_layers=2,
+        num_heads=2,
+        max_requests=8,
+        num_checkpoints=48,
+        activation_dtype="bfloat16",
+        block_size=None if keeps == "nothing" else 6,
     )
     manager = StateManager(config, make_params(config, device=device), device, backend="triton")
+    lines = torch.tensor(manager.reserve_checkpoints(32), dtype=torch.int32, device=device).view(8, 4)
     handles = [manager.admit(f"{i}") for i in range(8)]
     shapes = [tuple(1 + (i + n) % 4 for i in range(n)) for n in range(1, 9)]
     inputs = {lens: make_inputs(config, sum(lens), 0, device) for lens in shapes}
@@ -311,8 +456,10 @@ def test_a_hundred_steps_wait_for_nothing(policy: str, device: str) -> None:
     eager = {lens: torch.ones(len(lens), dtype=torch.bool, device=device) for lens in shapes}
 
     def decode(index: int) -> None:
-        lens = shapes[index % 8]
-        step = manager.begin_step(StepMetadata(handles=tuple(handles[: len(lens)]), query_lens=lens))
+        lens, blocks = shapes[index % 8], {}
+        if keeps == "block table":
+            blocks = {"block_table": lines, "positions": stated_positions(manager, handles)}
+        step = manager.begin_step(StepMetadata(handles=tuple(handles[: len(lens)]), query_lens=lens), **blocks)
         if index % 7 == 6:
             step.flush()
         verify_all(step, inputs[lens])
@@ -331,23 +478,28 @@ def test_a_hundred_steps_wait_for_nothing(policy: str, device: str) -> None:
 
     for index in range(40):  # compiles every variant, which may wait
         decode(index)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for index in range(100):
             decode(index)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     manager.check_integrity()
+    assert manager.counters().misplaced_rows == 0
+    assert (manager.counters().folds.at_boundary > 0) == (keeps != "nothing" and policy != "eager")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_between_lives_waits(policy: str, device: str) -> None:
-    config = small_config(fold_policy=policy, conv_kernel_size=4, num_layers=2, max_requests=8)
+    config = small_config(
+        fold_policy=policy, conv_kernel_size=4, num_layers=2, max_requests=8, num_checkpoints=17, block_size=4
+    )
     manager = StateManager(config, make_params(config, device=device), device, backend="triton")
     inputs, counts = make_inputs(config, 12, 0, device), torch.full((4,), 2, device=device)
     handles = [manager.admit(f"{i}") for i in range(4)]
+    key = PrefixKey("prefix", 2)
+    run = manager.begin_step(StepMetadata(handles=tuple(handles), query_lens=(3,) * 4))
+    verify_all(run, inputs)
+    run.defer(counts)
+    manager.publish(handles[0], key)
 
     def story(index: int) -> None:
         step = manager.begin_step(StepMetadata(handles=tuple(handles), query_lens=(3,) * 4))
@@ -363,17 +515,26 @@ def test_nothing_between_lives_waits(policy: str, device: str) -> None:
         manager.discard(f"{index} 0")
         manager.fence("flush")
         manager.release(forks[1])
+        manager.release(manager.restore(key, f"restored {index}"))
 
     for index in range(4):  # compiles what it needs, and pins memory, which may wait
         story(index)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for index in range(8):
             story(index)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     manager.check_integrity()
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """What Triton compiles in here."""
+    compiled: list[str] = []
+    before = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(str(what.get("repr")))
+    try:
+        yield compiled
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = before
 
 
 @pytest.mark.gpu
@@ -387,10 +548,7 @@ def test_nothing_compiles_after_warmup(policy: str, device: str) -> None:
     manager = StateManager(config, make_params(config, device=device), device, backend="triton")
     handles = tuple(manager.admit(f"{i}") for i in range(17))
     manager.warmup()
-    compiled: list[str] = []
-    before = triton.knobs.runtime.jit_post_compile_hook
-    triton.knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(str(what.get("repr")))
-    try:
+    with compilations() as compiled:
         for rows in (1, 2, 16, 17):
             for verb, pad in (("defer", 0), ("commit", 3), ("sample", 1), ("cancel", 0)):
                 tokens = 2 * rows + pad
@@ -414,6 +572,98 @@ def test_nothing_compiles_after_warmup(policy: str, device: str) -> None:
         manager.discard("1")
         manager.fork(handles[2], ["fork"])
         manager.resume("0")
-    finally:
-        triton.knobs.runtime.jit_post_compile_hook = before
     assert compiled == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_compiles_after_warmup_with_boundaries(policy: str, device: str) -> None:
+    """Own slots, and tables of other widths, strides and alignments; odd and even numbers of rows."""
+    # A shape that no other test has, so that nothing is cached in this process already.
+    config = small_config(
+        fold_policy=policy,
+        conv_kernel_size=3,
+        head_k_dim=48,
+        head_v_dim=40,
+        max_requests=20,
+        num_checkpoints=160,
+        activation_dtype="bfloat16",
+        block_size=4,
+    )
+    manager = StateManager(config, make_params(config, device=device), device, backend="triton")
+    handles = [manager.admit(f"{i}") for i in range(20)]
+    manager.warmup()
+    memory = torch.zeros(4096, dtype=torch.int32, device=device)
+
+    def table(offset: int, width: int, line_stride: int, block_stride: int) -> torch.Tensor:
+        """Without a slot in it."""
+        return memory[offset:].as_strided((20, width), (line_stride, block_stride))
+
+    tables = [None, table(0, 16, 16, 1), table(1, 1, 1, 1), table(3, 5, 7, 1), table(4, 3, 1, 20), table(2, 4, 32, 3)]
+    stated = [torch.zeros(20, dtype=torch.int32, device=device), memory[1:21], memory[::2][:20]]
+    with compilations() as compiled:
+        for index, (rows, lines) in enumerate(itertools.product((1, 3, 8, 16, 20), tables)):
+            [inputs] = make_inputs(config, 3 * rows, rows, device)
+            blocks = {} if lines is None else {"block_table": lines, "positions": stated[index % 3]}
+            step = manager.begin_step(StepMetadata(handles=tuple(handles[:rows]), query_lens=(3,) * rows), **blocks)
+            step.verify(0, inputs.qkv, inputs.raw_gate, inputs.raw_beta)
+            counts = torch.full((rows,), 2, dtype=(torch.int32, torch.int64)[index % 2], device=device)
+            mask = torch.ones(rows, dtype=torch.bool, device=device)
+            ends = (
+                lambda step, counts, _: step.defer(counts),
+                lambda step, counts, mask: step.defer(counts, eager=mask),
+                lambda step, counts, mask: step.defer(counts, eager=mask, finished=~mask),
+                lambda step, counts, _: step.commit(counts),
+                lambda step, counts, mask: step.commit(counts, finished=~mask),
+                lambda step, *_: step.cancel(),
+            )
+            ends[index % 7 % 6](step, counts, mask)
+        key = PrefixKey("key", manager.committed_len(handles[0]))
+        manager.publish(handles[0], key)
+        manager.preempt(handles[1], fold=True)
+        manager.restore(key, "restored")
+        manager.resume("1") if manager.can_admit() else manager.discard("1")
+        manager.flush()
+    assert compiled == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_counts_of_another_stream_are_ordered_by_an_event_alone(policy: str, device: str) -> None:
+    """A side stream makes the accepted counts long after the host has ended the step, gone on and begun the next."""
+    config = small_config(
+        fold_policy=policy, conv_kernel_size=4, num_layers=2, max_requests=2, num_checkpoints=4, block_size=4
+    )
+    manager = StateManager(config, make_params(config, device=device), device, backend="triton")
+    rows = [(manager.admit(name), make_twin(config)) for name in "ab"]
+    side, counts = torch.cuda.Stream(), torch.zeros(2, dtype=torch.int32, device=device)
+    accepted = [(3, 1), (4, 2), (2, 3), (1, 2), (3, 3), (4, 1)]
+    made = [torch.tensor(pair, dtype=torch.int32, device=device) for pair in accepted]
+    inputs = [make_inputs(config, 7, seed, device) for seed in range(len(made))]
+
+    def decode(index: int, spin: int) -> torch.cuda.Event:
+        step = manager.begin_step(StepMetadata(handles=tuple(h for h, _ in rows), query_lens=(4, 3)))
+        verify_all(step, inputs[index])
+        current, ready = torch.cuda.current_stream(), torch.cuda.Event()
+        side.wait_stream(current)  # an earlier step's counts have been read
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(spin)
+            counts.copy_(made[index])
+            ready.record()
+        current.wait_event(ready)
+        step.defer(counts)
+        counts.zero_()  # what reads too early finds nothing to accept
+        return ready
+
+    for index in range(3):  # compiles every variant, which may wait
+        decode(index, 1000)
+    manager.flush()
+    with no_waits():
+        events = [decode(index, 500_000_000) for index in range(3, 6)]
+        assert not any(event.query() for event in events), "the host has waited for the counts"
+    for seed, pair in enumerate(accepted):
+        for (_, twin), window, count in zip(rows, (slice(0, 4), slice(4, 7)), pair, strict=True):
+            twin.commit([tensors[window] for tensors in inputs[seed]], count)
+    for handle, twin in rows:
+        twin.check(manager, handle, 10 * AIM)
+    assert manager.counters().clamps == 0

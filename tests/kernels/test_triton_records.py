@@ -66,7 +66,7 @@ def test_written_records_fold_like_verified_ones(device: str) -> None:
 
 def test_no_tokens(device: str) -> None:
     rig = Rig(small_config(), [Row(3, 0, 1)], device)
-    staged = torch.tensor([2, 1, 0, 0, 10, 1, 0, 0, 0, 0], dtype=torch.int32)
+    staged = torch.tensor([2, 1, 0, 0, 10, 1, 0, 0, 0, 0, 0], dtype=torch.int32)
     step, before = rig.begin_staged(staged, 1, 0, 0)[0], rig.snapshot()[0]
     nothing = torch.zeros(0, 1, 16, device=device)
     rig.kernels.write_records(step, 0, nothing, nothing, nothing, None)

@@ -195,7 +195,7 @@ def test_strided_logits_and_drafts(dtype: str, device: str) -> None:
 
 def test_without_tokens(device: str) -> None:
     rig = make(device, rows=[Row()])
-    staged = torch.tensor([0, -1, 0, 0, 0, 0, 0, 2, 0, 0], dtype=torch.int32)
+    staged = torch.tensor([0, -1, 0, 0, 0, 0, 0, 2, 0, 0, 0], dtype=torch.int32)
     ours, theirs = rig.begin_staged(staged, 1, 0, 0)
     logits, drafts = torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)
     got, want = (
