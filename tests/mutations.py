@@ -263,7 +263,8 @@ MUTATIONS = (
     ),
     Mutation(
         6, "what is folded comes home from a block", "specstate/manager.py",
-        "        self._fold_all([request])\n        if request.moved:", "        self._fold_all([request])\n        if False:",
+        "        self._fold_all([request])\n        if request.moved:",
+        "        self._fold_all([request])\n        if False:",
         trace("class06_block_tables"),
     ),
     Mutation(

@@ -1179,7 +1179,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Story], None], str]] = {
     "the null slot written": (corrupt_layer("recurrent", lambda s: 0), r"null slot was written in layer 1"),
     "the null slot's conv written": (corrupt_layer("conv", lambda s: 0), r"null slot was written in layer 1"),
     "bytes allocated beyond the plan": (
-        lambda s: setattr(s.manager._backend, "allocated_bytes", 5),
+        lambda s: setattr(storage_of(s.manager), "allocated_bytes", 5),
         r"planned bytes are \d+, allocated are 5",
     ),
 }

@@ -634,7 +634,7 @@ def test_discard_frees_what_was_kept(keeps: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("moment", ["begun", "verified"])
 @pytest.mark.parametrize("keeps", KEEPS)
-@pytest.mark.parametrize("failing", ["image", "standing", "park", "null_row", "release"])
+@pytest.mark.parametrize("failing", ["checkpoint_payload", "standing", "park", "null_row", "release"])
 def test_a_preemption_that_fails_is_called_again(
     failing: str, keeps: str, moment: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -649,13 +649,13 @@ def test_a_preemption_that_fails_is_called_again(
         "checkpoint": lambda: both.payload.preempt(both.handles["a"], fold=True),
         "host": lambda: both.payload.retract(both.handles["a"]),
     }
-    reached = {"image": ("host",), "standing": ("checkpoint", "host"), "release": ("checkpoint", "host")}
+    reached = {"checkpoint_payload": ("host",), "standing": ("checkpoint", "host"), "release": ("checkpoint", "host")}
     if keeps in reached.get(failing, KEEPS):
         with monkeypatch.context() as patch:
             patch.setattr(both.payload._backend, failing, fail)
             with pytest.raises(torch.OutOfMemoryError):
                 calls[keeps]()
-    if failing in ("image", "standing"):  # what allocates comes before anything that cannot be taken back
+    if failing in ("checkpoint_payload", "standing"):  # what allocates comes before anything that cannot be taken back
         both.payload.check_integrity()
         both.twins["a"].check(both.payload, both.handles["a"])
     both.preempt("a", keeps)
@@ -670,7 +670,7 @@ def test_a_preemption_that_fails_is_called_again(
 def test_a_resume_that_fails_gives_back_what_it_took(keeps: str, monkeypatch: pytest.MonkeyPatch) -> None:
     both, _ = at("idle", "ring")
     both.preempt("a", keeps)
-    failing = {"records": ["unpark"], "checkpoint": ["attach"], "host": ["put_image", "attach"]}
+    failing = {"records": ["unpark"], "checkpoint": ["attach"], "host": ["put_checkpoint", "attach"]}
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -301,13 +302,13 @@ def retraction_leaves_out_what_is_pending(patch: Patch) -> None:
 
 
 def restored_without_its_image(patch: Patch) -> None:
-    patch.setattr(TensorBackend, "put_image", lambda self, slot, image: None)
+    patch.setattr(TensorBackend, "put_checkpoint", lambda self, slot, payload: None)
 
 
 def restored_without_its_conv_history(patch: Patch) -> None:
-    right = TensorBackend.put_image
+    right = TensorBackend.put_checkpoint
     patch.setattr(
-        TensorBackend, "put_image", lambda self, slot, image: right(self, slot, [(state, None) for state, _ in image])
+        TensorBackend, "put_checkpoint", lambda self, slot, payload: right(self, slot, replace(payload, conv=None))
     )
 
 

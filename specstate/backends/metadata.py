@@ -44,6 +44,8 @@ class MetadataRows:
     """When the step began."""
     blocks: list[list[int]] | None
     """By row, what the caller's block table says; none for rows that may not use it."""
+    all_decode: bool
+    """As of the batch, until a row is nulled."""
 
     @property
     def query_start_loc(self) -> torch.Tensor:
@@ -212,7 +214,7 @@ class MetadataBackend:
         cursors = [nobody if owner is None else table[owner.record_slot] for owner in batch.handles]
         committed = [cursor.committed_len for cursor in cursors]
         lines = None if blocks is None else self._lines(batch, committed, *blocks)
-        return MetadataRows(batch, cursors, committed, lines)
+        return MetadataRows(batch, cursors, committed, lines, batch.all_decode)
 
     def refresh(self, rows: MetadataRows) -> None:
         """The rows hold the cursors themselves."""
@@ -221,7 +223,7 @@ class MetadataBackend:
         batch = rows.batch
         batch.handles[row], batch.checkpoint_slots[row], batch.row_kinds[row] = None, 0, at.DUMMY
         batch.boundary_slots[row] = 0
-        rows.cursors[row] = self._nobody
+        rows.cursors[row], rows.all_decode = self._nobody, False
 
     def verify(self, rows: MetadataRows, layer: int, inputs: LayerInputs, out: Any, where: str) -> None:
         for name, value in {**inputs._asdict(), "out": out}.items():
@@ -242,7 +244,7 @@ class MetadataBackend:
 
     def by_row(self, rows: MetadataRows, values: list[Any]) -> list[Any]:
         owners, index = rows.batch.handles, rows.batch.batch_index
-        if index is None and rows.batch.all_decode:
+        if index is None and rows.all_decode:
             return values[: len(owners)]
         # For rows that own nothing there may be no entry, or any.
         entries = range(len(owners)) if index is None else index
@@ -251,7 +253,7 @@ class MetadataBackend:
     def end(self, rows: MetadataRows, counts: list[int], fold: Any, finished: list[bool] | None) -> None:
         config, batch = self.config, rows.batch
         self._pass_verify_folds(rows)
-        if not batch.all_decode and at.PROMPT in batch.row_kinds:  # which says that its request goes on
+        if not rows.all_decode and at.PROMPT in batch.row_kinds:  # which says that its request goes on
             for cursor, kind in zip(rows.cursors, batch.row_kinds, strict=True):
                 cursor.finished &= kind != at.PROMPT
         most_pending = config.record_capacity - config.max_query_len if config.folds_when_full else INT32_MAX
@@ -259,7 +261,7 @@ class MetadataBackend:
         if fold is True or config.folds_at_end:
             most_pending, reason = 0, at.FOLD_AT_END
         before = [] if config.block_size is None else [cursor.committed_len for cursor in rows.cursors]
-        num_folds, as_given = 0, batch.all_decode
+        num_folds, as_given = 0, rows.all_decode
         for cursor, count, least, query_len in zip(
             rows.cursors, counts, batch.min_accepted, batch.query_lens, strict=True
         ):
