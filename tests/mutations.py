@@ -73,12 +73,12 @@ MUTATIONS = (
         refusals("another and generation"),
     ),
     Mutation(
-        1, "a release nulls the row of an open step", "specstate/manager.py",
+        1, "a release nulls the row of an open step", "specstate/manager/core.py",
         "request.open_step.null_request(request)", "pass",
         manager("release_in_an_open_step"),
     ),
     Mutation(
-        1, "a preempted request leaves its open step", "specstate/manager.py",
+        1, "a preempted request leaves its open step", "specstate/manager/core.py",
         "        self._leave_step(request)\n        return Preempted(", "        return Preempted(",
         preemption("late_end_of_the_first_life"),
     ),
@@ -88,7 +88,7 @@ MUTATIONS = (
         preemption("preempted_request_resumes and records"),
     ),
     Mutation(
-        1, "a resumed request has another generation", "specstate/manager.py",
+        1, "a resumed request has another generation", "specstate/manager/lives.py",
         "self._backend.unpark(record_slot, handle.generation)", "pass",
         preemption("preempted_request_resumes and records"),
     ),
@@ -119,17 +119,17 @@ MUTATIONS = (
     ),
     # -- rule 2: pending records
     Mutation(
-        2, "new parameters wait for a flush", "specstate/manager.py",
+        2, "new parameters wait for a flush", "specstate/manager/core.py",
         "            if request.may_be_pending:", "            if False:",
         refusals("set_params and pending"),
     ),
     Mutation(
-        2, "new parameters wait for the preempted, too", "specstate/manager.py",
+        2, "new parameters wait for the preempted, too", "specstate/manager/core.py",
         "            if preempted.may_be_pending:", "            if False:",
         preemption("behind_a_fence"),
     ),
     Mutation(
-        2, "a fence folds what the preempted have pending", "specstate/manager.py",
+        2, "a fence folds what the preempted have pending", "specstate/manager/core.py",
         "self._fold_owners(owners)", "pass",
         preemption("behind_a_fence"),
     ),
@@ -145,8 +145,8 @@ MUTATIONS = (
         preemption("a_fork_stands"),
     ),
     Mutation(
-        2, "a retraction folds first", "specstate/manager.py",
-        "        self._fold_home(request)\n        image = ", "        image = ",
+        2, "a retraction folds first", "specstate/manager/lives.py",
+        "        self._fold_home(request)\n        payload = ", "        payload = ",
         preemption("preempted_request_resumes and host"),
     ),
     Mutation(
@@ -262,7 +262,7 @@ MUTATIONS = (
         trace("class06_block_tables"),
     ),
     Mutation(
-        6, "what is folded comes home from a block", "specstate/manager.py",
+        6, "what is folded comes home from a block", "specstate/manager/core.py",
         "        self._fold_all([request])\n        if request.moved:",
         "        self._fold_all([request])\n        if False:",
         trace("class06_block_tables"),
@@ -273,22 +273,22 @@ MUTATIONS = (
         trace("class06_loads_in_place"),
     ),
     Mutation(
-        6, "a look does not decide when a slot is taken", "specstate/manager.py",
-        "(self.config.block_size is None or near_the_end)", "True",
+        6, "a look does not decide when a slot is taken", "specstate/manager/looking.py",
+        "request.overcounted = request.most_committed - committed_len", "request.stands_at(committed_len)",
         trace("class06_block_tables"),
     ),
     Mutation(
-        6, "a position that nobody holds is not published", "specstate/manager.py",
+        6, "a position that nobody holds is not published", "specstate/manager/publishing.py",
         "if not at_boundary and position not in (checkpoint_len, cursor.committed_len):", "if False:",
         lifecycle("WithBoundaries"),
     ),
     Mutation(
-        6, "a boundary is not handed over in an open step", "specstate/manager.py",
+        6, "a boundary is not handed over in an open step", "specstate/manager/publishing.py",
         "if at_boundary and request.open_step is None:", "if at_boundary:",
         trace("class07_publication"),
     ),
     Mutation(
-        6, "nothing is published between verifies", "specstate/manager.py",
+        6, "nothing is published between verifies", "specstate/manager/publishing.py",
         'self._refuse_between_verifies("publish", request)', "pass",
         lifecycle("WithBoundaries"),
     ),
@@ -309,7 +309,7 @@ MUTATIONS = (
         lifecycle("test_lifecycle"),
     ),
     Mutation(
-        6, "a preempted request uses its prefix still", "specstate/manager.py",
+        6, "a preempted request uses its prefix still", "specstate/manager/core.py",
         "restored_from=request.restored_from,", "restored_from=None,",
         trace("class07_publication"),
     ),
@@ -353,7 +353,7 @@ MUTATIONS = (
         refusals("without_a_free_slot"),
     ),
     Mutation(
-        9, "a folded request gives its record slot back", "specstate/manager.py",
+        9, "a folded request gives its record slot back", "specstate/manager/lives.py",
         "preempted.record_slot, preempted.boundary_slot = None, 0", "preempted.boundary_slot = 0",
         preemption("preempted_request_resumes and checkpoint"),
     ),
@@ -373,7 +373,7 @@ MUTATIONS = (
         trace("class06_boundaries"),
     ),
     Mutation(
-        9, "a slot with a running checkpoint is not taken back", "specstate/manager.py",
+        9, "a slot with a running checkpoint is not taken back", "specstate/manager/publishing.py",
         "            if slot in slots:\n", "            if False:\n",
         lifecycle("WithBlockTables"),
     ),
@@ -415,25 +415,25 @@ MUTATIONS = (
         refusals("commit and one and layer"),
     ),
     Mutation(
-        12, "no flush between verifies", "specstate/manager.py",
+        12, "no flush between verifies", "specstate/manager/stepping.py",
         'self._refuse_between_verifies("flush", request)', "pass",
         refusals("manager.flush"),
     ),
     Mutation(
-        12, "no read between verifies", "specstate/manager.py",
+        12, "no read between verifies", "specstate/manager/looking.py",
         'self._refuse_between_verifies("read", request)', "pass",
         refusals("read and one and layer"),
     ),
     *(
         Mutation(
-            12, f"no {verb} between verifies", "specstate/manager.py",
+            12, f"no {verb} between verifies", "specstate/manager/lives.py",
             f'self._refuse_between_verifies("{verb}", {who})', "pass",
             preemption(f"between_verifies and {verb}"),
         )
         for verb, who in (("fork", "source"), ("preempt", "request"), ("retract", "request"))
     ),
     Mutation(
-        12, "no fence while a step is open", "specstate/manager.py",
+        12, "no fence while a step is open", "specstate/manager/lives.py",
         'self._refuse_open_step("fence", request)', "pass",
         preemption("fence_refuses"),
     ),
@@ -448,18 +448,18 @@ MUTATIONS = (
         preemption("preempted_request_resumes and deferred"),
     ),
     Mutation(
-        12, "a preemption parks before it leaves the step", "specstate/manager.py",
+        12, "a preemption parks before it leaves the step", "specstate/manager/core.py",
         "        self._backend.park(handle.record_slot, folded_by_verify)\n        self._leave_step(request)\n",
         "        self._leave_step(request)\n        self._backend.park(handle.record_slot, folded_by_verify)\n",
         preemption("fails_is_called_again"),
     ),
     Mutation(
-        12, "a flush folds nothing that a verify has folded", "specstate/manager.py",
+        12, "a flush folds nothing that a verify has folded", "specstate/manager/core.py",
         " and not request.folded_by_verify]", "]",
         manager("flush_at_every_allowed_moment"),
     ),
     Mutation(
-        12, "a step learns of a flush before its first verify", "specstate/manager.py",
+        12, "a step learns of a flush before its first verify", "specstate/manager/core.py",
         "step.refresh()", "pass",
         manager("flush_at_every_allowed_moment"),
     ),
