@@ -268,11 +268,6 @@ MUTATIONS = (
         trace("class06_block_tables"),
     ),
     Mutation(
-        6, "a copied load lies in the request's own slot", "specstate/backends/tensors.py",
-        "            self.storage.cursors[record_row, at.CURSOR_SLOT].fill_(checkpoint_slot)\n", "",
-        trace("class06_loads_in_place"),
-    ),
-    Mutation(
         6, "a look does not decide when a slot is taken", "specstate/manager/looking.py",
         "request.overcounted = request.most_committed - committed_len", "request.stands_at(committed_len)",
         trace("class06_block_tables"),
