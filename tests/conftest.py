@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # Triton reads this once, when it is first imported: here, before any test module or plugin of fla's can import it.
 if not torch.cuda.is_available():
@@ -16,6 +16,7 @@ torch.set_num_threads(1)
 # The first draw of an example builds a manager, and a busy machine makes any deadline a coin toss.
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("unshrunk", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 

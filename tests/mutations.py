@@ -53,7 +53,8 @@ def trace(*names: str) -> tuple[str, ...]:
 
 
 def lifecycle(who: str) -> tuple[str, ...]:
-    return ("tests/test_lifecycle.py", "-k", who)
+    """Without a search for the shortest example, which takes minutes."""
+    return ("tests/test_lifecycle.py", "--hypothesis-profile", "unshrunk", "-k", who)
 
 
 def triton(file: str, words: str) -> tuple[str, ...]:
@@ -263,8 +264,7 @@ MUTATIONS = (
     ),
     Mutation(
         6, "what is folded comes home from a block", "specstate/manager/core.py",
-        "        self._fold_all([request])\n        if request.moved:",
-        "        self._fold_all([request])\n        if False:",
+        "self._fold_all([request])\n        if request.moved:", "self._fold_all([request])\n        if False:",
         trace("class06_block_tables"),
     ),
     Mutation(
