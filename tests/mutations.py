@@ -370,7 +370,7 @@ MUTATIONS = (
     Mutation(
         9, "a slot with a running checkpoint is not taken back", "specstate/manager/publishing.py",
         "            if slot in slots:\n", "            if False:\n",
-        lifecycle("WithBlockTables"),
+        ("tests/test_replay.py", "-k", "make_reproduces"),
     ),
     Mutation(
         9, "only reserved slots are taken back", "specstate/ledger.py",

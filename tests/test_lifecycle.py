@@ -944,7 +944,8 @@ class Lifecycle(RuleBasedStateMachine):
         elif face == "reserve":
             side.reserve(data.draw(st.integers(1, 3)))
         elif face == "return":
-            side.give_back(data.draw(st.sampled_from([*side.lent, *side.lent, 1])))
+            moved = [life.running for life in side.lives.values() if life.running != life.home]
+            side.give_back(data.draw(st.sampled_from([*side.lent, *moved, 1])))
         elif face == "restore":
             # Mostly what is published, under a name that is free.
             if side.lives and not side.used and not side.idle:
