@@ -22,6 +22,7 @@ from specstate import (
     SpecStateError,
     StateManager,
     StepMetadata,
+    StepOrderError,
     TraceRecorder,
 )
 from specstate.oracle import OracleState
@@ -788,22 +789,36 @@ def test_debug_looks_at_the_slots_of_a_table(name: str) -> None:
     both.run_with({"a": (1, 1), "b": (4, 2)}, {"a": [slots[0], slots[1], 0], "b": [slots[0], slots[2], home]})
 
 
-def test_debug_looks_again_when_the_step_ends() -> None:
+def test_slots_are_not_returned_while_a_table_may_write_them() -> None:
     both = Blocks("ring")
     both.admit("a")
+    line, other = both.reserve(2), both.reserve(1)
+    window = both.begin_with({"a": 4}, {"a": line})
+    for manager in both.managers:
+        for slots in (line, other):
+            with pytest.raises(StepOrderError, match="return_checkpoints: request 'a' is in step 0, still open"):
+                manager.return_checkpoints(slots)
+    both.verify(window)
+    both.end(window, {"a": 4}, lines={"a": line})
+    both.call("return_checkpoints", other)
+    both.check()
+
+
+def test_debug_looks_again_when_the_step_ends() -> None:
+    both = Blocks("ring")
+    both.admit("a", "b")
     line = both.reserve(2)
     window = both.begin_with({"a": 4}, {"a": line})
     both.verify(window)
-    both.call("return_checkpoints", line)
-    both.admit("b")  # into one of them
-    for step in window.steps:
-        for verb in (step.defer, step.commit):
-            with pytest.raises(SpecStateError, match=r"block_table\[0\]\[0\] = .* is not reserved \(step 0\)"):
-                verb(torch.tensor([4]))
-        step.cancel()
-    both.windows.remove(window)
+    step = window.steps[0]
+    slots = step._rows.blocks.slots
+    slots[0, 0] = 2  # that of "b": the caller's buffer has moved on
+    for verb in (step.defer, step.commit):
+        with pytest.raises(SpecStateError, match=r"block_table\[0\]\[0\] = 2 .* is not reserved \(step 0\)"):
+            verb(torch.tensor([4]))
+    slots[0, 0] = line[0]
+    both.end(window, {"a": 4}, lines={"a": line})
     both.check()
-    both.run(a=(4, 4), b=(4, 4))
 
 
 def test_integrity_sees_two_requests_in_one_slot() -> None:

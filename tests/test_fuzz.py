@@ -368,7 +368,7 @@ def test_configs_are_refused_or_plan(fields: dict[str, Any]) -> None:
     assert plan.requests_in(plan.total_bytes) >= min(config.max_requests, config.num_checkpoints)
     assert StateConfig.model_validate_json(config.model_dump_json()) == config
     with soon():
-        manager = StateManager(config, None, backend="metadata") if config.path is config.block_size is None else None
+        manager = StateManager(config, None, backend="metadata") if config.path is None else None
     assert manager is None or manager.can_admit()
 
 

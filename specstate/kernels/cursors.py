@@ -211,6 +211,7 @@ def advance(
         boundary = (before + accepted) // config.block_size * config.block_size
         crosses = owned & (boundary > before)
         boundary_slots, destinations = _blocks(step, before + accepted, crosses, config.block_size, num_slots)
+        destinations = torch.where(owned, destinations, 0)
 
     full = pending + config.max_query_len > config.record_capacity
     full &= ends and config.folds_when_full
