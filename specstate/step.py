@@ -141,6 +141,11 @@ class Step:
     # -- where the step stands, for the host
 
     @property
+    def has_block_table(self) -> bool:
+        """Its boundary checkpoints go where a table of the caller's says."""
+        return self._rows.blocks is not None
+
+    @property
     def num_verified(self) -> int:
         """Layers that have verified."""
         return sum(self._verified)

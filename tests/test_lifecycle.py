@@ -448,13 +448,13 @@ class Side:
         self.lent += self.manager.reserve_checkpoints(count)
 
     def give_back(self, slot: int) -> None:
-        """A slot of the caller's, or one that is none; one that an open step may write is kept."""
+        """A slot of the caller's, or one that is none; while a step with a table is open, none goes back."""
         owners = [*self.lives.values(), *(parked.life for parked in self.parked.values())]
         owner = next((life for life in owners if slot in life.slots), None)
-        if owner is not None and owner.step is not None and owner.running != slot:
-            return
+        steps = [life.step for life in self.lives.values() if life.step is not None]
         for refused, words in (
             (slot not in self.lent, "is not reserved"),
+            (any(row.life and row.line is not None for step in steps for row in step.rows), "still open"),
             (owner is not None and owner.running == slot, "running checkpoint of request"),
         ):
             if refused:

@@ -94,12 +94,12 @@ class Publishing(Core):
         """Gives reserved slots back; waits for the device.
 
         Raises SpecStateError for a slot that is not reserved or named twice, and while a request's running checkpoint
-        lies in one of them, StepOrderError while a request that a block table moves is in a step, whose end may write
-        any of them; nothing is changed then.
+        lies in one of them, StepOrderError while a request is in a step with a block table, whose end may write any of
+        them; nothing is changed then.
         """
         self._ledger.check_lent(slots)
         for request in self._requests:
-            if request.moved:
+            if request.open_step is not None and request.open_step.has_block_table:
                 self._refuse_open_step("return_checkpoints", request)
         for slot, request_id in self._moved().items():
             if slot in slots:
