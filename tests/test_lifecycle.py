@@ -249,8 +249,6 @@ class Side:
             self.manager.load(life.handle, None, committed_len=position)
         else:
             self.manager.load(life.handle, list(zip(recurrents, conv, strict=True)), committed_len=position)
-        if not in_place:
-            self._move(life, life.home, len(life.tokens) - life.pending)
         life.tokens, life.boundary = self._new_tokens(position), []
         life.stands()
         self.states[(*life.tokens,)] = states
