@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specstate.sampling import HostCopy, HostSample, SampleResult, SamplingParams
     from specstate.step import Step
     from specstate.trace import TraceError, TraceRecorder
+    from specstate.transfer import TransferError
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ __all__ = [
     "StepOrderError",
     "TraceError",
     "TraceRecorder",
+    "TransferError",
     "plan_bytes",
     "presets",
 ]
@@ -74,6 +76,7 @@ _LAZY = {
     "StepMetadata": "specstate.metadata",
     "TraceError": "specstate.trace",
     "TraceRecorder": "specstate.trace",
+    "TransferError": "specstate.transfer",
 }
 
 

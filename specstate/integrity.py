@@ -20,12 +20,13 @@ def check_cursors(
 ) -> None:
     """Each cursor is its owner's and within bounds; that of a preempted request is nobody's, of a free slot clean."""
     free = set(range(config.max_requests))
+    cursors = backend.cursors([*free])
     runs_in: dict[int, str] = {}
     for parked in preempted:
         if parked.record_slot is None:
             continue
         free.discard(parked.record_slot)
-        cursor = backend.cursor(parked.record_slot)
+        cursor = cursors[parked.record_slot]
         runs_in[cursor.checkpoint_slot] = parked.request_id
         if cursor.generation != 0:
             raise SpecStateError(
@@ -37,7 +38,7 @@ def check_cursors(
                 f"{parked.request_id!r}, preempted: {cursor.pending_len} records are pending, the host knows of none"
             )
     for request in requests:
-        handle, cursor = request.handle, backend.cursor(request.handle.record_slot)
+        handle, cursor = request.handle, cursors[request.record_slot]
         free.discard(handle.record_slot)
         if cursor.generation != handle.generation:
             raise SpecStateError(
@@ -59,8 +60,8 @@ def check_cursors(
         if cursor.pending_len and not request.may_be_pending:
             raise SpecStateError(f"{handle}: {cursor.pending_len} records are pending, the host knows of none")
     for slot in free:
-        if any(backend.cursor(slot)):
-            raise SpecStateError(f"record slot {slot} is free but its cursor is {backend.cursor(slot)}")
+        if any(cursors[slot]):
+            raise SpecStateError(f"record slot {slot} is free but its cursor is {cursors[slot]}")
 
 
 def check_payloads(backend: Backend, requests: Iterable[Request]) -> None:

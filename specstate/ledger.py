@@ -1,17 +1,21 @@
-"""Who owns which slot: live and preempted requests, published prefixes, slots lent to the caller. No device in here."""
+"""Who owns which slot: live and preempted requests, published prefixes, slots lent to the caller."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from specstate.config import StateConfig
 from specstate.errors import CapacityError, SpecStateError, shown
+from specstate.limits import MAX_GENERATION
 from specstate.metadata import Handle
 from specstate.preempted import Preempted, PreemptedTable
 from specstate.prefixes import Prefix, PrefixTable
 from specstate.requests import Request, RequestTable, check_request_id
 from specstate.sampling import SamplingParams
 from specstate.slots import SlotPool
+
+if TYPE_CHECKING:
+    from specstate.backends import Backend
 
 
 class Ledger:
@@ -53,6 +57,8 @@ class Ledger:
 
     def require(self, records: int, checkpoints: int, what: str, spared: Prefix | None = None) -> None:
         """Raises CapacityError without so many slots, free or evictable; ``spared`` is not to be evicted for them."""
+        if self.generation > MAX_GENERATION:
+            raise CapacityError(f"{what}: {self.generation} lives have begun, there is no generation for another")
         evictable = self.prefixes.num_evictable - (spared is not None and not spared.num_users)
         if records > self.record_slots.num_free or checkpoints > self.checkpoint_slots.num_free + evictable:
             raise CapacityError(
@@ -68,7 +74,7 @@ class Ledger:
     @contextmanager
     def new_lives(
         self,
-        backend: Any,
+        backend: "Backend",
         request_ids: Sequence[str],
         record_slot: int | None = None,
         checkpoint_slot: int | None = None,
@@ -84,8 +90,8 @@ class Ledger:
         rows = record_slots if record_slot is None else [record_slot]
         slots = checkpoint_slots if checkpoint_slot is None else [checkpoint_slot]
         generations = range(self.generation + 1, self.generation + 1 + count)
-        handles = [Handle(*life) for life in zip(request_ids, rows, generations, strict=True)]
         try:
+            handles = [Handle(*life) for life in zip(request_ids, rows, generations, strict=True)]
             yield handles, slots
         except BaseException:
             for slot in reversed(record_slots):
@@ -121,6 +127,18 @@ class Ledger:
         if owner.boundary_slot and (keeper is None or not keeper.boundary_slot):
             self.checkpoint_slots.free(owner.boundary_slot)
 
+    def give_back_checkpoint(self, slot: int) -> None:
+        """The other way of ``take_checkpoint``, when what it was for has failed."""
+        self.checkpoint_slots.free(slot)
+
+    def order(self) -> tuple[int, list[int], list[int]]:
+        """Which generation and which slots come next: for ``restore_order``, of a ledger that holds nothing."""
+        return self.generation, self.record_slots.order, self.checkpoint_slots.order
+
+    def restore_order(self, order: tuple[int, list[int], list[int]]) -> None:
+        """Nothing is held again, and what comes next is what would have come."""
+        self.generation, self.record_slots.order, self.checkpoint_slots.order = order
+
     def drop_prefixes(self) -> None:
         """All requests have ended; nothing is published any more."""
         for slot in self.prefixes.drop():
@@ -141,11 +159,13 @@ class Ledger:
         """Raises SpecStateError when one of ``slots`` was not lent or is named twice."""
         if not isinstance(slots, Sequence) or isinstance(slots, str | bytes):
             raise SpecStateError(f"return_checkpoints: slots = {shown(slots)} must be a sequence of slots")
+        named: set[int] = set()
         for i, slot in enumerate(slots):
             if type(slot) is not int or slot not in self.lent:
                 raise SpecStateError(f"return_checkpoints: slots[{i}] = {shown(slot)} is not reserved")
-        if len({*slots}) != len(slots):
-            raise SpecStateError("return_checkpoints: slots names a slot twice")
+            if slot in named:
+                raise SpecStateError(f"return_checkpoints: slots[{i}] = {slot} is named twice")
+            named.add(slot)
 
     def take_back(self, slots: Sequence[int]) -> None:
         """The caller needs them no more."""

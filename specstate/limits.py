@@ -22,6 +22,8 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
 MAX_CAPTURES = 2**12
 """Captured steps that a warmup makes room for."""
 INT32_MAX = 2**31 - 1
+MAX_GENERATION = INT32_MAX - MAX_SLOTS
+"""Behind it no life begins any more; what one call may begin still has int32 numbers."""
 INT64_MAX = 2**63 - 1
 MAX_POSITION = INT32_MAX - MAX_CONV_KERNEL_SIZE
 """Tokens that a request may have, a window included: ring entries are counted from there in int32."""

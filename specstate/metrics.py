@@ -44,7 +44,7 @@ class Metrics:
     folds: Folds
     """By their reason."""
     pending_rows: int
-    """Requests that have pending records now."""
+    """Live requests that have pending records now."""
     late_ends_dropped: int
     """Row ends that came after their request was released or preempted."""
     clamps: int

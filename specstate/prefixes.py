@@ -31,10 +31,15 @@ class PrefixKey:
             raise SpecStateError(f"PrefixKey: num_tokens = {shown(self.num_tokens)} is outside 1..{MAX_COMMITTED_LEN}")
 
     @classmethod
-    def of(cls, tokens: Sequence[int]) -> "PrefixKey":
-        """The key of token ids, by SHA-256 over them as int64. Raises SpecStateError when one is no such integer."""
+    def of(cls, tokens: "PrefixKey | Sequence[int]") -> "PrefixKey":
+        """The key of token ids, by 128 bits of SHA-256 over them as int64; of a key the key itself.
+
+        Raises SpecStateError when it is no sequence of integers within int64; of a tensor take ``tolist()``.
+        """
+        if isinstance(tokens, PrefixKey):
+            return tokens
         if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray | memoryview):
-            raise SpecStateError(f"tokens must be a sequence of token ids, not {type(tokens).__name__}")
+            raise SpecStateError(f"tokens must be a PrefixKey or a list of token ids, not {type(tokens).__name__}")
         if {*map(type, tokens)} - {int} or (tokens and not -INT64_MAX <= min(tokens) <= max(tokens) <= INT64_MAX):
             raise SpecStateError("tokens must be integers within int64")
         return cls(hashlib.sha256(array("q", tokens)).hexdigest()[:32], len(tokens))

@@ -146,7 +146,7 @@ FAMILIES = (
     _counter("late_ends_dropped", "Row ends that came after their request had left.", lambda m: m.late_ends_dropped),
     _counter("clamps", "Accepted counts that were clamped.", lambda m: m.clamps),
     _counter("wasted_windows", "Windows of requests that had finished.", lambda m: m.wasted_windows),
-    _counter("misplaced_rows", "Rows that named a slot of another request.", lambda m: m.misplaced_rows),
+    _counter("misplaced_rows", "Rows whose position beside a block table was wrong.", lambda m: m.misplaced_rows),
     _gauge("record_slots_in_use", "Record slots taken.", lambda m: m.record_slots_in_use),
     _gauge("checkpoint_slots_in_use", "Checkpoint slots taken.", lambda m: m.checkpoint_slots_in_use),
     _gauge("boundary_slots", "Checkpoint slots of boundaries.", lambda m: m.boundary_slots),

@@ -21,8 +21,22 @@ class SlotPool:
         return len(self._free)
 
     @property
+    def num_taken(self) -> int:
+        return len(self._taken)
+
+    @property
     def taken(self) -> frozenset[int]:
         return frozenset(self._taken)
+
+    @property
+    def order(self) -> list[int]:
+        """The free slots, the next to be handed out last."""
+        return list(self._free)
+
+    @order.setter
+    def order(self, free: list[int]) -> None:
+        assert sorted(free) == sorted(self._free)
+        self._free = list(free)
 
     def allocate(self) -> int:
         """A free slot. Raises CapacityError when there is none."""

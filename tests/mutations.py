@@ -115,7 +115,8 @@ MUTATIONS = (
     ),
     Mutation(
         1, "Triton: a late row writes no cursor", "specstate/kernels/triton_cursor.py",
-        "tl.store(p_cursor, checkpoint_len + folded, mask=owned)", "tl.store(p_cursor, checkpoint_len + folded)",
+        "tl.store(p_cursor + CURSOR_CHECKPOINT_LEN, checkpoint_len + folded, mask=owned)",
+        "tl.store(p_cursor + CURSOR_CHECKPOINT_LEN, checkpoint_len + folded)",
         triton("cursor", "late_end"),
     ),
     # -- rule 2: pending records
@@ -207,7 +208,7 @@ MUTATIONS = (
     ),
     Mutation(
         5, "Triton: counts are clamped", "specstate/kernels/triton_cursor.py",
-        "tl.minimum(tl.maximum(count, tl.load(p_row + 5)), query_len)", "count",
+        "tl.minimum(tl.maximum(count, tl.load(p_row + MIN_ACCEPTED)), query_len)", "count",
         triton("cursor", "absurd_counts"),
     ),
     Mutation(
@@ -315,7 +316,8 @@ MUTATIONS = (
     ),
     Mutation(
         6, "Triton: a running checkpoint moves", "specstate/kernels/triton_cursor.py",
-        "tl.store(p_cursor + 4, destination, mask=owned)", "tl.store(p_cursor + 4, source, mask=owned)",
+        "tl.store(p_cursor + CURSOR_SLOT, destination, mask=owned)",
+        "tl.store(p_cursor + CURSOR_SLOT, source, mask=owned)",
         triton("lifecycle", "golden_traces and class06_loads_in_place_deferred"),
     ),
     # -- rule 7: conv and recurrent state at one position

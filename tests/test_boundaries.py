@@ -955,7 +955,7 @@ def test_reserved_slots() -> None:
     line += both.reserve(1)  # the prefix makes room
     assert both.call("published") == {}
     for bad, words in (
-        ([line[0], line[0]], "slots names a slot twice"),
+        ([line[0], line[0]], "is named twice"),
         ([line[0], both.call_slots(["a"])[0]], r"slots\[1\] = 1 is not reserved"),
         ([0], r"slots\[0\] = 0 is not reserved"),
         ([True], r"slots\[0\] = True is not reserved"),

@@ -207,11 +207,11 @@ def test_a_key_may_be_the_tokens_themselves() -> None:
 
 
 BAD_KEYS: dict[str, tuple[Callable[[], Any], str]] = {
-    "None": (lambda: None, "tokens must be a sequence of token ids, not NoneType"),
-    "a string": (lambda: "abc", "tokens must be a sequence of token ids, not str"),
-    "bytes": (lambda: b"abc", "tokens must be a sequence of token ids, not bytes"),
-    "a tensor": (lambda: torch.tensor([1, 2, 3]), "tokens must be a sequence of token ids, not Tensor"),
-    "a set": (lambda: {1, 2, 3}, "tokens must be a sequence of token ids, not set"),
+    "None": (lambda: None, "tokens must be a PrefixKey or a list of token ids, not NoneType"),
+    "a string": (lambda: "abc", "tokens must be a PrefixKey or a list of token ids, not str"),
+    "bytes": (lambda: b"abc", "tokens must be a PrefixKey or a list of token ids, not bytes"),
+    "a tensor": (lambda: torch.tensor([1, 2, 3]), "tokens must be a PrefixKey or a list of token ids, not Tensor"),
+    "a set": (lambda: {1, 2, 3}, "tokens must be a PrefixKey or a list of token ids, not set"),
     "no tokens": (list, "num_tokens = 0 is outside 1"),
     "floats": (lambda: [1.0, 2.0], "tokens must be integers"),
     "bools": (lambda: [True, False], "tokens must be integers"),
@@ -544,9 +544,9 @@ def broken(*_: Any, **__: Any) -> None:
         ("publish checkpoint", "copy_slot"),
         ("publish boundary", "clear_boundary"),
         ("publish boundary in a step", "copy_slot"),
-        ("restore", "admit"),
+        ("restore", "standing_at"),
         ("restore", "copy_slot"),
-        ("restore", "load"),
+        ("restore", "attach"),
         ("boundary", "begin"),
         ("fork", "copy_state"),
         ("resume", "attach"),

@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 
 from specstate import PrefixKey, SamplingParams, SpecStateError, StateConfig
 from specstate.image import ImagePayload, RequestImage, payload_tensors
-from specstate.limits import INT32_MAX, MAX_COMMITTED_LEN, MAX_POSITION
+from specstate.limits import INT32_MAX, MAX_COMMITTED_LEN, MAX_GENERATION, MAX_POSITION
 from specstate.transfer import (
     TRANSFER_VERSION,
     ImageEntry,
@@ -77,12 +77,12 @@ KEYS = (PrefixKey("k", 4), PrefixKey("k", 8))
 
 def of_snapshot(config: StateConfig) -> Transfer:
     """Live, preempted and published, one of each kind."""
-    lengths = ((7, 2, False), (4, 0, True), (6, 3, False), (9, 0, False), (8, 0, False))
+    lengths = ((7, 2, False), (4, 0, True), (6, 0, False), (9, 0, False), (8, 0, True))
     images = [make_image(config, start, m, seed, end) for seed, (start, m, end) in enumerate(lengths)]
-    kept = (None, None, "records", "checkpoint", "host")
+    preempted = (False, False, True, True, True)
     restored = (KEYS[1], None, None, KEYS[0], None)
     requests = tuple(
-        entry_of(image, f"r{i}", kept=kept[i], restored_from=restored[i], sampling=SamplingParams(seed=i))
+        entry_of(image, f"r{i}", preempted=preempted[i], restored_from=restored[i], sampling=SamplingParams(seed=i))
         for i, image in enumerate(images)
     )
     prefixes = [make_image(config, key.num_tokens, 0, seed=20 + key.num_tokens) for key in KEYS]
@@ -255,8 +255,8 @@ def snapshots(draw: st.DrawFn) -> Transfer:
     prefixes = [image(0, key.num_tokens, False) for key in keys]
     images, requests = [], []
     for name in draw(st.lists(TEXTS, max_size=3, unique=True)):
-        kept = draw(st.sampled_from([None, "records", "checkpoint", "host"]))
-        pending = 0 if kept in ("checkpoint", "host") else draw(st.integers(0, config.record_capacity))
+        preempted = draw(st.booleans())
+        pending = 0 if preempted else draw(st.integers(0, config.record_capacity))
         images.append(image(pending, draw(st.integers(0, MAX_POSITION - pending)), draw(st.booleans())))
         sampling = SamplingParams(
             temperature=draw(st.just(0.0) | st.floats(1e-6, 1e6)),
@@ -266,7 +266,7 @@ def snapshots(draw: st.DrawFn) -> Transfer:
             end_token_ids=tuple(draw(st.lists(st.integers(0, INT32_MAX), max_size=8))),
         )
         restored = draw(st.sampled_from([None, *keys]))
-        requests.append(entry_of(images[-1], name, sampling=sampling, kept=kept, restored_from=restored))
+        requests.append(entry_of(images[-1], name, sampling=sampling, preempted=preempted, restored_from=restored))
     header = TransferHeader(
         specstate_version=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=4)),
         config=config,
@@ -275,7 +275,7 @@ def snapshots(draw: st.DrawFn) -> Transfer:
         published=tuple(
             PublishedEntry(key=key, image=ImageEntry.of(made)) for key, made in zip(keys, prefixes, strict=True)
         ),
-        generation=draw(st.integers(0, INT32_MAX)),
+        generation=draw(st.integers(0, MAX_GENERATION)),
     )
     return header, images + prefixes
 
@@ -413,8 +413,8 @@ def at(*path: Any, value: Any = None) -> Callable[[dict[str, Any], dict[str, tor
         (at("requests", 0, "request_id", value=""), "header: requests.0.request_id = '': it must be a string"),
         (at("requests", 0, "sampling", "top_p", value=1.5), "header: requests.0.sampling.top_p = 1.5: "),
         (at("requests", 0, "sampling"), "header: requests.0.sampling is missing"),
-        (at("requests", 0, "kept", value="host"), "pending_len = 2 must be 0 of a request that kept its host"),
-        (at("requests", 0, "kept", value="records"), "kind = 'request' goes with a request that has no kept"),
+        (at("requests", 0, "preempted", value=True), "pending_len = 2 must be 0 of a preempted request"),
+        (at("requests", 0, "restored_from", value={"digest": "k", "num_tokens": 4}), "goes with a live request"),
         (at("requests", 0, "image", "pending_len", value=17), "pending_len = 17 exceeds 16 records"),
         (at("requests", 0, "image", "pending_len", value=-1), "header: requests.0.image.pending_len = -1: "),
         (at("requests", 0, "image", "pending_len", value=2.0), "header: requests.0.image.pending_len = 2.0: "),
@@ -499,8 +499,8 @@ def test_an_index_of_absurd_sizes(index: Any, transfer: Transfer) -> None:
         (at("published", 0, "image", "finished", value=True), "a published state stands at num_tokens = 4"),
         (at("published", 0, "image", "pending_len", value=1), "a published state stands at num_tokens = 4"),
         (at("published", 0, "image", "has_payload", value=False), "has_payload must be the same of all images"),
-        (at("requests", 3, "image", "pending_len", value=1), "pending_len = 1 must be 0 of a request that kept its ch"),
-        (at("requests", 0, "kept", value="slots"), "header: requests.0.kept = 'slots': "),
+        (at("requests", 3, "image", "pending_len", value=1), "pending_len = 1 must be 0 of a preempted request"),
+        (at("requests", 0, "preempted", value="slots"), "header: requests.0.preempted = 'slots': "),
         (at("generation", value=-1), "header: generation = -1: "),
         (at("generation", value=2**31), "header: generation = 2147483648: "),
         (at("generation"), "goes with a generation"),

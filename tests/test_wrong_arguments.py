@@ -639,7 +639,7 @@ CALLS = [
         "PrefixKey.of",
         lambda w: {"tokens": (5, 6)},
         built(PrefixKey.of),
-        {"tokens": {"(1, 1)", "[1, 1]", "range"}},
+        {"tokens": {"(1, 1)", "[1, 1]", "range", "prefix key", "unknown prefix key"}},
         words={"tokens": ("tokens", "num_tokens")},
         backends=ALONE,
     ),

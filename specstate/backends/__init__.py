@@ -252,6 +252,14 @@ class Backend(Protocol):
         """Folds all that is pending in ``rows``."""
         ...
 
+    def wait(self) -> None:
+        """For all that was launched on the current stream."""
+        ...
+
+    def cursors(self, record_rows: list[int]) -> list[Cursor]:
+        """Waits for the device, once."""
+        ...
+
     def cursor(self, record_row: int) -> Cursor:
         """Waits for the device."""
         ...

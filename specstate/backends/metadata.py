@@ -296,6 +296,12 @@ class MetadataBackend:
 
     # -- looking at it
 
+    def wait(self) -> None:
+        """No device to wait for."""
+
+    def cursors(self, record_rows: list[int]) -> list[Cursor]:
+        return [self.cursor(row) for row in record_rows]
+
     def cursor(self, record_row: int) -> Cursor:
         cursor = self._cursors[record_row]
         pending_len = cursor.committed_len - cursor.checkpoint_len

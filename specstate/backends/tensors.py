@@ -193,9 +193,9 @@ class TensorBackend:
     def put_checkpoint(self, checkpoint_slot: int, payload: ImagePayload | None) -> None:
         payload = self._with_payload(payload)
         for index, layer in enumerate(self.storage.layers):
-            layer.recurrent[checkpoint_slot].copy_(payload.recurrent[index], non_blocking=True)
+            layer.recurrent[checkpoint_slot].copy_(self._pinned(payload.recurrent[index]), non_blocking=True)
             if layer.conv is not None and payload.conv is not None:
-                layer.conv[checkpoint_slot].copy_(payload.conv[index], non_blocking=True)
+                layer.conv[checkpoint_slot].copy_(self._pinned(payload.conv[index]), non_blocking=True)
 
     @shielded
     def export_image(self, record_row: int, folded_by_verify: bool, fold: bool) -> RequestImage:
@@ -397,7 +397,8 @@ class TensorBackend:
 
     @shielded
     def cancel(self, rows: StepTensors, unverified: list[int]) -> None:
-        if self.config.folds_in_verify:
+        # Once storage was released, no row owns anything.
+        if self.config.folds_in_verify and self._kernels is not None:
             self.kernels.cancel(rows, unverified)
 
     @shielded
@@ -406,16 +407,17 @@ class TensorBackend:
 
     # -- looking at it
 
+    def wait(self) -> None:
+        self.storage.counters[:1].tolist()
+
+    def cursors(self, record_rows: list[int]) -> list[Cursor]:
+        if not record_rows:
+            return []
+        table = self.storage.cursors.tolist()
+        return [_cursor_of(table[row]) for row in record_rows]
+
     def cursor(self, record_row: int) -> Cursor:
-        values = self.storage.cursors[record_row].tolist()
-        return Cursor(
-            checkpoint_len=values[at.CURSOR_CHECKPOINT_LEN],
-            pending_len=values[at.CURSOR_PENDING_LEN],
-            generation=values[at.CURSOR_GENERATION],
-            finished=bool(values[at.CURSOR_FINISHED]),
-            checkpoint_slot=values[at.CURSOR_SLOT],
-            boundary_len=values[at.CURSOR_BOUNDARY_LEN],
-        )
+        return _cursor_of(self.storage.cursors[record_row].tolist())
 
     @shielded
     def read(self, record_row: int, layer: int, folded_by_verify: bool) -> LayerState:
@@ -445,14 +447,14 @@ class TensorBackend:
         scratch = self.storage.cursors[-1].tolist()
         if any(scratch):
             raise SpecStateError(f"the scratch row's cursor is {scratch}, it must stay 0")
+        cursors = self.cursors([*owners])
         for index, layer in enumerate(self.storage.layers):
             null = [layer.recurrent[0]] if layer.conv is None else [layer.recurrent[0], layer.conv[0]]
             if self.storage.owns_checkpoints and any(bool(tensor.any()) for tensor in null):
                 raise SpecStateError(f"the null slot was written in layer {index}")
             if layer.conv is None:
                 continue
-            for record_row, folded_by_verify in owners.items():
-                cursor = self.cursor(record_row)
+            for cursor, (record_row, folded_by_verify) in zip(cursors, owners.items(), strict=True):
                 checkpoint_slot = cursor.checkpoint_slot
                 if cursor.pending_len and not folded_by_verify:
                     continue
@@ -534,10 +536,22 @@ class TensorBackend:
         return self._from_host(torch.as_tensor(values, dtype=torch.int32, device="cpu"))
 
     def _from_host(self, host: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cpu":
-            return host
-        # From pinned memory, since a copy from pageable memory waits for the device.
-        return host.pin_memory().to(self.device, non_blocking=True)
+        return self._pinned(host).to(self.device, non_blocking=True)
+
+    def _pinned(self, host: torch.Tensor) -> torch.Tensor:
+        """``host`` where a copy to the device does not wait for it: not in pageable memory."""
+        return host if self.device.type == "cpu" else host.pin_memory()
+
+
+def _cursor_of(values: list[int]) -> Cursor:
+    return Cursor(
+        checkpoint_len=values[at.CURSOR_CHECKPOINT_LEN],
+        pending_len=values[at.CURSOR_PENDING_LEN],
+        generation=values[at.CURSOR_GENERATION],
+        finished=bool(values[at.CURSOR_FINISHED]),
+        checkpoint_slot=values[at.CURSOR_SLOT],
+        boundary_len=values[at.CURSOR_BOUNDARY_LEN],
+    )
 
 
 def _image_part(

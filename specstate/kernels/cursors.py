@@ -253,13 +253,12 @@ def _blocks(
     before the boundary: block j ends at position (j + 1) * block_size. A line that is too short for both keeps the
     running one. Entries that are no slots count as 0.
     """
-    rows, slots = step.rows, torch.where(crosses, step.rows[:, at.CHECKPOINT_SLOT], 0)
-    stays = step.rows[:, at.CHECKPOINT_SLOT]
+    rows, stays = step.rows, step.rows[:, at.CHECKPOINT_SLOT]
     if step.blocks is None:
         return torch.where(crosses, rows[:, at.BOUNDARY_SLOT], 0), stays
     table = step.blocks.slots
     if not table.numel():
-        return torch.zeros_like(slots), stays
+        return torch.zeros_like(stays), stays
     lines = table[_entries(rows, step.blocks)]
     lines = torch.where((lines > 0) & (lines < num_slots), lines, 0)
     last = table.shape[1] - 1
@@ -302,12 +301,15 @@ def live_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def owned_rows(rows: torch.Tensor, cursor: torch.Tensor) -> torch.Tensor:
-    """[rows] bool: live rows whose record slot still has the owner they were made for; their ``cursor`` [rows, 4]."""
+    """[rows] bool: live rows whose record slot still has the owner they were made for.
+
+    ``cursor`` [rows, CURSOR_COLUMNS]: their own.
+    """
     return live_rows(rows) & (cursor[:, at.CURSOR_GENERATION] == rows[:, at.GENERATION])
 
 
 def finished_rows(rows: torch.Tensor, cursor: torch.Tensor) -> torch.Tensor:
-    """[rows] bool: windows of requests that have finished, for the rows' own cursors [rows, 4].
+    """[rows] bool: windows of requests that have finished, for the rows' own cursors [rows, CURSOR_COLUMNS].
 
     A prompt row says that its request goes on: an end token sampled in the middle of a prompt ended nothing.
     """

@@ -137,8 +137,6 @@ class PortableKernels:
             step.committed_lens,
             num_rows,
             num_tokens,
-            STAGED_COLUMNS=at.STAGED_COLUMNS,
-            ROW_COLUMNS=at.ROW_COLUMNS,
             BT=WINDOW_TILE,
             FOLDS=self._folds,
             STATED=blocks is not None,
@@ -148,9 +146,7 @@ class PortableKernels:
 
     def refresh(self, step: StepTensors) -> None:
         if len(step.rows):
-            refresh_kernel[(len(step.rows),)](
-                step.rows, self.storage.cursors, ROW_COLUMNS=at.ROW_COLUMNS, FOLDS=self._folds, num_warps=1
-            )
+            refresh_kernel[(len(step.rows),)](step.rows, self.storage.cursors, FOLDS=self._folds, num_warps=1)
 
     def check_layout(self, name: str, tensor: torch.Tensor, where: str) -> None:
         check_inner(name, tensor, where)
@@ -355,10 +351,6 @@ class PortableKernels:
                 config.record_capacity if may_be_full else NO_CAPACITY,
                 config.block_size or 1,
                 len(self.storage.layers[0].recurrent),
-                ROW_COLUMNS=at.ROW_COLUMNS,
-                PLAN_COLUMNS=at.PLAN_COLUMNS,
-                DECODE=at.DECODE,
-                PROMPT=at.PROMPT,
                 COUNTS=counts is not None,
                 FOLD="mask" if not isinstance(fold, bool) else "all" if fold else "none",
                 FINISHED=finished is not None,

@@ -2,8 +2,8 @@
 record slots.
 
 The first two hold lengths and slots, never addresses. A row record is a step's own copy, one line a row, so a step can
-be ended late whatever happened to the batch meanwhile. A cursor belongs to a record slot and to one writer: the cursor
-kernel (``advance`` in the reference).
+be ended late whatever happened to the batch meanwhile. A cursor belongs to a record slot, and within steps to one
+writer: the cursor kernel (``advance`` in the reference).
 
 Positions are the ring cursors. The record of the token at position p lies in ring entry p mod R, its conv input in
 ring entry (p + W - 1) mod (W - 1 + T). So a ring has no start of its own that could drift from the lengths, and a

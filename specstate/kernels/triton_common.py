@@ -6,12 +6,8 @@ Names: b_ values in registers, o_ offsets, m_ masks, p_ pointers; shapes stand b
 import triton
 import triton.language as tl
 
-from specstate.kernels import rows as at
-
 # Records are read in tiles of this many, the least that a matrix product takes.
 RECORD_TILE = 16
-
-CURSOR_COLUMNS = tl.constexpr(at.CURSOR_COLUMNS)
 
 
 @triton.jit

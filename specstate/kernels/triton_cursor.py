@@ -3,7 +3,53 @@
 import triton
 import triton.language as tl
 
-from specstate.kernels.triton_common import CURSOR_COLUMNS
+from specstate.kernels.triton_rows import (
+    BATCH_INDEX,
+    BOUNDARY_SLOT,
+    CHECKPOINT_LEN,
+    CHECKPOINT_SLOT,
+    COUNT_ACCEPTED,
+    COUNT_CLAMPS,
+    COUNT_DRAFT_TOKENS,
+    COUNT_DROPPED,
+    COUNT_FOLDS,
+    COUNT_MISPLACED,
+    COUNT_WASTED,
+    COUNT_WINDOWS,
+    CURSOR_BOUNDARY_LEN,
+    CURSOR_CHECKPOINT_LEN,
+    CURSOR_COLUMNS,
+    CURSOR_FINISHED,
+    CURSOR_GENERATION,
+    CURSOR_PENDING_LEN,
+    CURSOR_SLOT,
+    DECODE,
+    FIRST_TOKEN,
+    FOLD_AT_BOUNDARY,
+    FOLD_AT_END,
+    FOLD_BY_FLUSH,
+    FOLD_BY_MASK,
+    FOLD_IN_VERIFY,
+    FOLD_LEN,
+    FOLD_WHEN_FULL,
+    GENERATION,
+    MIN_ACCEPTED,
+    PENDING_LEN,
+    PLAN_BOUNDARY_COUNT,
+    PLAN_BOUNDARY_SLOT,
+    PLAN_CHECKPOINT_LEN,
+    PLAN_COLUMNS,
+    PLAN_COUNT,
+    PLAN_DESTINATION,
+    PLAN_RECORD_ROW,
+    PLAN_SOURCE,
+    PROMPT,
+    QUERY_LEN,
+    RECORD_ROW,
+    ROW_COLUMNS,
+    ROW_KIND,
+    STAGED_COLUMNS,
+)
 
 
 @triton.jit(
@@ -23,8 +69,6 @@ def begin_kernel(
     p_committed,
     num_rows,
     num_tokens,
-    STAGED_COLUMNS: tl.constexpr,
-    ROW_COLUMNS: tl.constexpr,
     BT: tl.constexpr,
     FOLDS: tl.constexpr,
     STATED: tl.constexpr,
@@ -46,16 +90,17 @@ def begin_kernel(
     tl.store(p_committed + row, committed_len)
     if STATED:
         owned = _owned(p_stage, p_cursors)
-        stated = tl.load(p_stated + tl.load(p_stage + 6) * stated_stride, mask=owned, other=0)
+        stated = tl.load(p_stated + tl.load(p_stage + BATCH_INDEX).to(tl.int64) * stated_stride, mask=owned, other=0)
         misplaced = owned & (stated != committed_len)
-        tl.store(p_row + 8, tl.where(misplaced, -1, 0))
-        tl.atomic_add(p_counters + 3, 1, mask=misplaced)
+        tl.store(p_row + BOUNDARY_SLOT, tl.where(misplaced, -1, 0))
+        tl.atomic_add(p_counters + COUNT_MISPLACED, 1, mask=misplaced)
     o_t = tl.arange(0, BT)
-    tl.store(p_positions + tl.load(p_stage + 2) + o_t, committed_len + o_t, mask=o_t < tl.load(p_stage + 3))
+    p_window = p_positions + tl.load(p_stage + FIRST_TOKEN) + o_t
+    tl.store(p_window, committed_len + o_t, mask=o_t < tl.load(p_stage + QUERY_LEN))
 
 
 @triton.jit
-def refresh_kernel(p_rows, p_cursors, ROW_COLUMNS: tl.constexpr, FOLDS: tl.constexpr):
+def refresh_kernel(p_rows, p_cursors, FOLDS: tl.constexpr):
     """Reads the cursors into the rows again. Grid: rows."""
     p_row = p_rows + tl.program_id(0) * ROW_COLUMNS
     _read_cursor(p_row, p_cursors, p_row, FOLDS)
@@ -64,23 +109,24 @@ def refresh_kernel(p_rows, p_cursors, ROW_COLUMNS: tl.constexpr, FOLDS: tl.const
 @triton.jit
 def _owned(p_row, p_cursors):
     """Whether the row owns a record slot that is still its own; the cursor of one that owns none is not loaded."""
-    record_row = tl.load(p_row + 1)
-    live = (tl.load(p_row) > 0) & (record_row >= 0)
-    return live & (tl.load(p_cursors + record_row * CURSOR_COLUMNS + 2, mask=live, other=0) == tl.load(p_row + 4))
+    record_row = tl.load(p_row + RECORD_ROW)
+    live = (tl.load(p_row + CHECKPOINT_SLOT) > 0) & (record_row >= 0)
+    p_generation = p_cursors + record_row * CURSOR_COLUMNS + CURSOR_GENERATION
+    return live & (tl.load(p_generation, mask=live, other=0) == tl.load(p_row + GENERATION))
 
 
 @triton.jit
 def _read_cursor(p_named, p_cursors, p_row, FOLDS: tl.constexpr):
     """Writes what the cursor of the row at ``p_named`` says to ``p_row``, 0 if it owns nothing; its committed_len."""
     owned = _owned(p_named, p_cursors)
-    p_cursor = p_cursors + tl.load(p_named + 1) * CURSOR_COLUMNS
-    checkpoint_len = tl.load(p_cursor, mask=owned, other=0)
-    pending = tl.load(p_cursor + 1, mask=owned, other=0)
-    slot = tl.load(p_cursor + 4, mask=owned, other=0)
-    tl.store(p_row, slot, mask=owned)
-    tl.store(p_row + 9, checkpoint_len)
-    tl.store(p_row + 10, pending)
-    tl.store(p_row + 11, pending if FOLDS else 0)
+    p_cursor = p_cursors + tl.load(p_named + RECORD_ROW) * CURSOR_COLUMNS
+    checkpoint_len = tl.load(p_cursor + CURSOR_CHECKPOINT_LEN, mask=owned, other=0)
+    pending = tl.load(p_cursor + CURSOR_PENDING_LEN, mask=owned, other=0)
+    slot = tl.load(p_cursor + CURSOR_SLOT, mask=owned, other=0)
+    tl.store(p_row + CHECKPOINT_SLOT, slot, mask=owned)
+    tl.store(p_row + CHECKPOINT_LEN, checkpoint_len)
+    tl.store(p_row + PENDING_LEN, pending)
+    tl.store(p_row + FOLD_LEN, pending if FOLDS else 0)
     return checkpoint_len + pending
 
 
@@ -104,16 +150,12 @@ def advance_kernel(
     capacity,
     block_size,
     num_slots,
-    ROW_COLUMNS: tl.constexpr,
-    PLAN_COLUMNS: tl.constexpr,
-    DECODE: tl.constexpr,
-    PROMPT: tl.constexpr,
     COUNTS: tl.constexpr,
     FOLD: tl.constexpr,
     FINISHED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """``accepted_counts`` and ``advance`` of the reference in one: the only writer of cursors. Grid: rows.
+    """``accepted_counts`` and ``advance`` of the reference in one: within steps the only writer of cursors. Grid: rows.
 
     COUNTS: False for a flush or a cancel, which accept nothing and judge no count. FOLD: "none", "mask" or "all".
     ``capacity``: R under the ring policy, else so large that no window ever fails to fit. BLOCKS: who says where
@@ -122,33 +164,35 @@ def advance_kernel(
     row = tl.program_id(0)
     p_row = p_rows + row * ROW_COLUMNS
     p_out = p_plan + row * PLAN_COLUMNS
-    slot, record_row = tl.load(p_row), tl.load(p_row + 1)
+    slot, record_row = tl.load(p_row + CHECKPOINT_SLOT), tl.load(p_row + RECORD_ROW)
     live = (slot > 0) & (record_row >= 0)
     p_cursor = p_cursors + record_row * CURSOR_COLUMNS
-    owned = live & (tl.load(p_cursor + 2, mask=live, other=0) == tl.load(p_row + 4))
+    owned = _owned(p_row, p_cursors)
     accepted = 0
     if COUNTS:
         # A prompt row says that its request goes on.
-        was_finished = (tl.load(p_cursor + 3, mask=owned, other=0) != 0) & (tl.load(p_row + 7) != PROMPT)
+        kind = tl.load(p_row + ROW_KIND)
+        was_finished = (tl.load(p_cursor + CURSOR_FINISHED, mask=owned, other=0) != 0) & (kind != PROMPT)
         running = owned & (was_finished == 0)
         # As wide as the caller's count, so that an absurd one is clamped and not wrapped.
         count = tl.load(p_counts + row, mask=owned, other=0)
-        query_len = tl.load(p_row + 3)
-        bounded = tl.minimum(tl.maximum(count, tl.load(p_row + 5)), query_len)
+        query_len = tl.load(p_row + QUERY_LEN)
+        bounded = tl.minimum(tl.maximum(count, tl.load(p_row + MIN_ACCEPTED)), query_len)
         accepted = tl.where(running, bounded, 0).to(tl.int32)
-        tl.atomic_add(p_counters, 1, mask=running & (bounded != count))
-        tl.atomic_add(p_counters + 1, 1, mask=live & (owned == 0))
-        tl.atomic_add(p_counters + 2, 1, mask=owned & (running == 0))
-        decoding = running & (tl.load(p_row + 7) == DECODE)
-        tl.atomic_add(p_counters + 4, 1, mask=decoding)
-        tl.atomic_add(p_counters + 5, query_len - 1, mask=decoding & (query_len > 1))
-        tl.atomic_add(p_counters + 12 + accepted, 1, mask=decoding & (query_len > 1))
+        tl.atomic_add(p_counters + COUNT_CLAMPS, 1, mask=running & (bounded != count))
+        tl.atomic_add(p_counters + COUNT_DROPPED, 1, mask=live & (owned == 0))
+        tl.atomic_add(p_counters + COUNT_WASTED, 1, mask=owned & (running == 0))
+        decoding = running & (kind == DECODE)
+        tl.atomic_add(p_counters + COUNT_WINDOWS, 1, mask=decoding)
+        tl.atomic_add(p_counters + COUNT_DRAFT_TOKENS, query_len - 1, mask=decoding & (query_len > 1))
+        tl.atomic_add(p_counters + COUNT_ACCEPTED + accepted, 1, mask=decoding & (query_len > 1))
         if FINISHED:
             was_finished |= tl.load(p_finished + row, mask=owned, other=0) != 0
-        tl.store(p_cursor + 3, was_finished.to(tl.int32), mask=owned)
-    fold_len = tl.load(p_row + 11)
-    before = tl.load(p_cursor, mask=owned, other=0) + tl.load(p_cursor + 1, mask=owned, other=0)
-    checkpoint_len = tl.load(p_cursor, mask=owned, other=0) + fold_len
+        tl.store(p_cursor + CURSOR_FINISHED, was_finished.to(tl.int32), mask=owned)
+    fold_len = tl.load(p_row + FOLD_LEN)
+    before = tl.load(p_cursor + CURSOR_CHECKPOINT_LEN, mask=owned, other=0)
+    checkpoint_len = before + fold_len
+    before += tl.load(p_cursor + CURSOR_PENDING_LEN, mask=owned, other=0)
     pending = before + accepted - checkpoint_len
     source = tl.where(owned, slot, 0)
     destination = source
@@ -158,22 +202,22 @@ def advance_kernel(
         column = (before + accepted) // block_size
         boundary = column * block_size
         crosses = owned & (boundary > before)
-        given = tl.load(p_row + 8)
+        given = tl.load(p_row + BOUNDARY_SLOT)
         if BLOCKS == "own":
             boundary_slot = tl.where(crosses, given, 0)
-            tl.store(p_cursor + 5, boundary, mask=boundary_slot > 0)
+            tl.store(p_cursor + CURSOR_BOUNDARY_LEN, boundary, mask=boundary_slot > 0)
         else:
             # The running checkpoint moves to column after // block_size, the boundary's into the one before: see
             # `_blocks` of the reference.
             crosses &= given == 0
-            p_line = p_table + tl.load(p_row + 6).to(tl.int64) * table_stride
+            p_line = p_table + tl.load(p_row + BATCH_INDEX).to(tl.int64) * table_stride
             moved = tl.load(p_line + tl.minimum(column, width - 1) * block_stride, mask=crosses, other=0)
             destination = tl.where((moved > 0) & (moved < num_slots), moved, source)
             ends_here = crosses & (column <= width)
             boundary_slot = tl.load(p_line + (column - 1) * block_stride, mask=ends_here, other=0)
             apart = (boundary_slot != destination) | (boundary == before + accepted)
             boundary_slot = tl.where((boundary_slot > 0) & (boundary_slot < num_slots) & apart, boundary_slot, 0)
-            tl.store(p_cursor + 4, destination, mask=owned)
+            tl.store(p_cursor + CURSOR_SLOT, destination, mask=owned)
     asked = pending < 0
     if FOLD == "all":
         asked = pending >= 0
@@ -182,18 +226,18 @@ def advance_kernel(
     full = pending + longest > capacity
     at_boundary = (boundary_slot > 0) | (destination != source)
     folded = tl.where(owned & (asked | full | at_boundary), pending, 0)
-    tl.store(p_cursor, checkpoint_len + folded, mask=owned)
-    tl.store(p_cursor + 1, pending - folded, mask=owned)
+    tl.store(p_cursor + CURSOR_CHECKPOINT_LEN, checkpoint_len + folded, mask=owned)
+    tl.store(p_cursor + CURSOR_PENDING_LEN, pending - folded, mask=owned)
     # Of the reasons that hold, the first: all fold, full, asked for, at a boundary.
-    reason = tl.where(full, 1, tl.where(asked, 2, 3))
+    reason = tl.where(full, FOLD_WHEN_FULL, tl.where(asked, FOLD_BY_MASK, FOLD_AT_BOUNDARY))
     if FOLD == "all":
-        reason = 0 if COUNTS else 5
-    tl.atomic_add(p_counters + 6 + reason, 1, mask=folded > 0)
-    tl.atomic_add(p_counters + 6 + 4, 1, mask=owned & (fold_len > 0))
-    tl.store(p_out, source)
-    tl.store(p_out + 1, destination)
-    tl.store(p_out + 2, record_row)
-    tl.store(p_out + 3, checkpoint_len)
-    tl.store(p_out + 4, folded)
-    tl.store(p_out + 5, boundary_slot)
-    tl.store(p_out + 6, tl.where(boundary_slot > 0, boundary - checkpoint_len, 0))
+        reason = FOLD_AT_END if COUNTS else FOLD_BY_FLUSH
+    tl.atomic_add(p_counters + COUNT_FOLDS + reason, 1, mask=folded > 0)
+    tl.atomic_add(p_counters + COUNT_FOLDS + FOLD_IN_VERIFY, 1, mask=owned & (fold_len > 0))
+    tl.store(p_out + PLAN_SOURCE, source)
+    tl.store(p_out + PLAN_DESTINATION, destination)
+    tl.store(p_out + PLAN_RECORD_ROW, record_row)
+    tl.store(p_out + PLAN_CHECKPOINT_LEN, checkpoint_len)
+    tl.store(p_out + PLAN_COUNT, folded)
+    tl.store(p_out + PLAN_BOUNDARY_SLOT, boundary_slot)
+    tl.store(p_out + PLAN_BOUNDARY_COUNT, tl.where(boundary_slot > 0, boundary - checkpoint_len, 0))

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from specstate.kernels.triton_common import CURSOR_COLUMNS
+from specstate.kernels.triton_rows import CURSOR_COLUMNS
 
 
 @triton.jit

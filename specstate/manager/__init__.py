@@ -47,6 +47,7 @@ class StateManager(Lives, Publishing, Files, Stepping, Looking):
         """
         if not isinstance(self._backend, TensorBackend):
             raise SpecStateError("set_params needs payloads, which backend 'metadata' does not hold")
+        self._require_storage("set_params")
         self._refuse_pending("set_params")
         self._refuse_captures("set_params")
         self._backend.set_params(check_params(params, self.config, self.device))
@@ -56,11 +57,11 @@ class StateManager(Lives, Publishing, Files, Stepping, Looking):
         """Gives all device memory back, between two phases of a training loop, say; ``bind_storage`` takes it again.
 
         Nothing may lie in a slot: behind ``fence("drop")``, or with every request retracted, nothing published and
-        nothing reserved. Counters go on. Raises StepOrderError otherwise, and once a graph was captured, which holds
-        addresses (``forget_captures``).
+        nothing reserved. Counters go on; ``warmup`` again before the next capture. Raises StepOrderError otherwise, and
+        once a graph was captured, which holds addresses (``forget_captures``).
         """
         self._require_storage("release_storage")
-        taken = len(self._ledger.record_slots.taken), len(self._ledger.checkpoint_slots.taken)
+        taken = self._ledger.record_slots.num_taken, self._ledger.checkpoint_slots.num_taken
         if any(taken):
             raise StepOrderError(
                 f"release_storage: {taken[0]} record slots and {taken[1]} checkpoint slots are taken; "

@@ -16,7 +16,7 @@ from specstate.metadata import Handle
 from specstate.params import LayerParams
 from specstate.preempted import Preempted
 from specstate.requests import Request
-from specstate.step import DroppedEnds
+from specstate.step import DroppedEnds, StepHost
 from specstate.trace import TraceRecorder
 from specstate.validation import check_flag, resolve_device
 
@@ -51,6 +51,8 @@ class Core:
         self._next_step = 0
         self._dropped_ends = DroppedEnds()
         self._captures: dict[tuple[int, int], Capture] = {}
+        checks = (self._check_step,) if debug else ()
+        self._step_host = StepHost(config, self._backend, recorder, self._dropped_ends, checks)
         if recorder is not None:
             recorder.start(config)
 
@@ -91,15 +93,12 @@ class Core:
         if request.open_step is not None:
             request.open_step.null_request(request)
 
-    def _pending_len(self, request: Request) -> int:
-        """Waits for the device."""
-        return 0 if request.folded_by_verify else self._backend.cursor(request.record_slot).pending_len
-
     def _moved(self) -> dict[int, str]:
         """The slots where running checkpoints lie that a block table has moved, and whose they are; waits."""
         owners = [(r.handle.request_id, r.handle.record_slot) for r in self._requests if r.moved]
         owners += [(p.request_id, p.record_slot) for p in self._preempted if p.moved and p.record_slot is not None]
-        return {self._backend.cursor(record_slot).checkpoint_slot: name for name, record_slot in owners}
+        cursors = self._backend.cursors([record_slot for _, record_slot in owners])
+        return {cursor.checkpoint_slot: name for (name, _), cursor in zip(owners, cursors, strict=True)}
 
     def _release(self, request: Request) -> None:
         self._leave_step(request)

@@ -69,10 +69,11 @@ class Files(Core):
 
     @phase("specstate::snapshot")
     def snapshot(self, file: str | os.PathLike[str] | BinaryIO) -> None:
-        """Writes all that the manager holds into a file: live and preempted requests and published prefixes.
+        """Writes live and preempted requests and published prefixes into a file.
 
-        Windows of open steps are not in it. Waits for the device. Raises StepOrderError between the verifies of an open
-        step, TransferError when the file cannot be written.
+        Windows of open steps are not in it, nor boundary checkpoints that were not published, nor reservations. Waits
+        for the device. Raises StepOrderError between the verifies of an open step, TransferError when the file cannot
+        be written.
         """
         for request in self._requests:
             self._refuse_between_verifies("snapshot", request)
@@ -90,18 +91,20 @@ class Files(Core):
         not; nothing is changed then.
         """
         self._require_storage("recover")
-        if len(self._requests) or len(self._preempted) or len(self._ledger.checkpoint_slots.taken):
+        if len(self._requests) or len(self._preempted) or self._ledger.checkpoint_slots.num_taken:
             raise StepOrderError("recover: the manager holds something already; fence('drop') empties it")
         header, images = read_file(file)
         if header.kind != "snapshot":
             raise SpecStateError("recover: the file holds one request: import_request takes it")
         snapshot.check_fits(header, self.config, self._backend)
-        live = sum(entry.kept is None for entry in header.requests)
+        live = sum(not entry.preempted for entry in header.requests)
         self._ledger.require(live, live, f"the snapshot has {live} live requests")
+        before = self._ledger.order()
         try:
             snapshot.bring(header, images, self.config, self._ledger, self._backend)
         except BaseException:
             self._drop_everything()
+            self._ledger.restore_order(before)
             raise
         lives = [*self._requests]
         self._record(
@@ -109,7 +112,11 @@ class Files(Core):
             handles=tuple(request.handle for request in lives),
             checkpoint_slots=tuple(request.checkpoint_slot for request in lives),
             requests=header.requests,
-            published=tuple(Published(key=p.key, checkpoint_slot=p.checkpoint_slot) for p in self._ledger.prefixes),
+            published=tuple(
+                Published(key=state.key, checkpoint_slot=prefix.checkpoint_slot)
+                for state in header.published
+                if (prefix := self._ledger.prefixes.get(state.key)) is not None
+            ),
             generation=header.generation,
         )
         return {request.handle.request_id: request.handle for request in lives}

@@ -104,7 +104,7 @@ class Lives(Core):
             for i, (name, params) in enumerate(zip(request_ids, sampling, strict=True))
         ]
         if len({*request_ids}) != len(request_ids):
-            raise SpecStateError("request_ids names a request twice")
+            raise SpecStateError(f"request_ids = {shown(request_ids)} names a request twice")
         count = len(request_ids)
         self._ledger.require(count, count, f"no slots for {count} forks of request {handle.request_id!r}")
         with self._ledger.new_lives(self._backend, request_ids) as (handles, slots):
@@ -129,9 +129,9 @@ class Lives(Core):
     def preempt(self, handle: Handle, fold: bool = False) -> None:
         """Ends a request's life but keeps its state on the device until ``resume``; the handle is stale from here on.
 
-        fold: False keeps both slots, pending records included; True folds what is pending and frees the record slot. An
-        open step goes on without the request, its late end is dropped and counted. Raises StaleHandleError, and
-        StepOrderError between the verifies of an open step.
+        fold: False keeps all its slots, pending records included, and makes no room; True folds what is pending and
+        frees all but the checkpoint slot. An open step goes on without the request, its late end is dropped and
+        counted. Raises StaleHandleError, and StepOrderError between the verifies of an open step.
         """
         check_flag("fold", fold)
         request = self._requests.of(handle)

@@ -77,13 +77,14 @@ class Looking(Core):
         return self._backend.running_slots([request.handle.record_slot for request in self._requests.all_of(handles)])
 
     def counters(self) -> DeviceCounters:
-        """Clamps, dropped ends and wasted windows since the manager was built; waits for the device."""
+        """What only the device sees, since the manager was built; waits for it. ``metrics`` has these, and more."""
         device = self._backend.counters()
         return dataclasses.replace(device, dropped_ends=device.dropped_ends + self._dropped_ends.count)
 
     def metrics(self) -> Metrics:
         """Counters since the manager was built, and what is in use now; waits for the device."""
         counted, ledger = self.counters(), self._ledger
+        cursors = self._backend.cursors([request.record_slot for request in self._requests])
         owners = [*self._requests, *self._preempted]
         accepted_per_position, accepted_tokens = per_position(counted.accepted)
         return Metrics(
@@ -93,13 +94,16 @@ class Looking(Core):
             accepted_tokens=accepted_tokens,
             accepted_per_position=accepted_per_position,
             folds=counted.folds,
-            pending_rows=sum(self._pending_len(request) > 0 for request in self._requests),
+            pending_rows=sum(
+                cursor.pending_len > 0 and not request.folded_by_verify
+                for request, cursor in zip(self._requests, cursors, strict=True)
+            ),
             late_ends_dropped=counted.dropped_ends,
             clamps=counted.clamps,
             wasted_windows=counted.wasted_windows,
             misplaced_rows=counted.misplaced_rows,
-            record_slots_in_use=len(ledger.record_slots.taken),
-            checkpoint_slots_in_use=len(ledger.checkpoint_slots.taken),
+            record_slots_in_use=ledger.record_slots.num_taken,
+            checkpoint_slots_in_use=ledger.checkpoint_slots.num_taken,
             boundary_slots=sum(owner.boundary_slot != 0 for owner in owners),
             published_slots=len(ledger.prefixes),
             reserved_slots=len(ledger.lent),
@@ -115,9 +119,10 @@ class Looking(Core):
         Managers that went through the same transitions have the same digest, whatever their backend or layer shape.
         """
         lines: list[list[Any]] = []
-        for request in sorted(self._requests, key=lambda request: request.handle.request_id):
-            cursor = self._backend.cursor(request.record_slot)
-            lens = cursor.committed_len, self._pending_len(request)
+        requests = sorted(self._requests, key=lambda request: request.handle.request_id)
+        cursors = self._backend.cursors([request.record_slot for request in requests])
+        for request, cursor in zip(requests, cursors, strict=True):
+            lens = cursor.committed_len, 0 if request.folded_by_verify else cursor.pending_len
             lines.append([*dataclasses.astuple(request.handle), cursor.checkpoint_slot, *lens])
             if request.boundary_slot:
                 lines.append([request.boundary_slot, cursor.boundary_len])

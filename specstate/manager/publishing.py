@@ -25,7 +25,7 @@ class Publishing(Core):
         position that the request does not hold, CapacityError without a slot.
         """
         request = self._requests.of(handle)
-        key = key if isinstance(key, PrefixKey) else PrefixKey.of(key)
+        key = PrefixKey.of(key)
         self._refuse_between_verifies("publish", request)
         prefixes = self._ledger.prefixes
         if key in prefixes:
@@ -43,7 +43,7 @@ class Publishing(Core):
 
     def is_published(self, key: PrefixKey | Sequence[int]) -> bool:
         """Whether ``restore`` would find it; counts neither as a hit nor as a use."""
-        return (key if isinstance(key, PrefixKey) else PrefixKey.of(key)) in self._ledger.prefixes
+        return PrefixKey.of(key) in self._ledger.prefixes
 
     @phase("specstate::restore")
     def restore(
@@ -55,7 +55,7 @@ class Publishing(Core):
         SpecStateError when nothing is published under the key, which is counted, and as ``admit``.
         """
         sampling = self._ledger.check_new(request_id, SamplingParams() if sampling is None else sampling)
-        key = key if isinstance(key, PrefixKey) else PrefixKey.of(key)
+        key = PrefixKey.of(key)
         prefixes = self._ledger.prefixes
         prefix = prefixes.get(key)
         if prefix is None:
@@ -65,9 +65,9 @@ class Publishing(Core):
         prefixes.join(prefix)
         try:
             with self._ledger.new_lives(self._backend, [request_id]) as ([handle], [checkpoint_slot]):
-                self._backend.admit(checkpoint_slot, handle.record_slot, handle.generation, sampling.columns())
+                standing, columns = self._backend.standing_at(key.num_tokens, finished=False), sampling.columns()
                 self._backend.copy_slot(prefix.checkpoint_slot, checkpoint_slot)
-                self._backend.load(handle.record_slot, None, key.num_tokens)
+                self._backend.attach(checkpoint_slot, handle.record_slot, handle.generation, standing, columns)
         except BaseException:
             prefixes.leave(prefix)
             raise
@@ -137,7 +137,7 @@ class Publishing(Core):
             else:
                 self._backend.copy_slot(cursor.checkpoint_slot, slot)
         except BaseException:
-            self._ledger.checkpoint_slots.free(slot)
+            self._ledger.give_back_checkpoint(slot)
             raise
         if request.open_step is None:
             request.stands_at(cursor.committed_len)

@@ -70,7 +70,7 @@ class Stepping(Core):
             rows = self._backend.begin(batch, where, blocks) if capture is None else capture.stage(batch, where)
         except BaseException:
             for request in reversed(taken):
-                self._ledger.checkpoint_slots.free(request.boundary_slot)
+                self._ledger.give_back_checkpoint(request.boundary_slot)
                 request.boundary_slot = 0
             raise
         if by_table:
@@ -78,10 +78,10 @@ class Stepping(Core):
                 if moving is not None:
                     moving.moved = True
         self._next_step = index + 1
-        checks = [self._check_step] if self._debug else []
+        host = self._step_host
         if self._debug and blocks is not None:  # once more when it ends: the table may have changed by then
-            checks.append(functools.partial(self._check_lines, metadata, blocks, where))
-        host = StepHost(self.config, self._backend, self._recorder, self._dropped_ends, checks)
+            again = functools.partial(self._check_lines, metadata, blocks, where)
+            host = host._replace(checks=(*host.checks, again))
         step = Step(index, metadata, requests, shape, rows, host, capture)
         used = blocks if capture is None else capture.rows.blocks
         table, stated = (None, None) if used is None else used
@@ -158,7 +158,7 @@ class Stepping(Core):
         else:
             requests = self._requests.all_of(handles)
             if len({id(request) for request in requests}) != len(requests):
-                raise SpecStateError("handles names a request twice")
+                raise SpecStateError(f"handles = {shown(handles)} names a request twice")
         for request in requests:
             self._refuse_between_verifies("flush", request)
         self._fold_all(requests)

@@ -108,9 +108,9 @@ def _slots_in_use(config: StateConfig, events: Sequence[Event]) -> StateConfig:
     """``config`` with the slots that the trace names and one more of each, which nothing may touch.
 
     Pools hand out the lowest slots first, so those above were never anybody's. No event names the slots for boundary
-    checkpoints, of which a life has one at most, nor those of preempted requests that come out of a snapshot.
+    checkpoints, of which a life has one at most.
     """
-    rows, slots, lives, parked = {0}, {1}, 0, 0
+    rows, slots, lives = {0}, {1}, 0
     for event in events:
         if isinstance(event, Admit | Resume | Restore | Import):
             lives += 1
@@ -127,13 +127,12 @@ def _slots_in_use(config: StateConfig, events: Sequence[Event]) -> StateConfig:
             rows.update(handle.record_slot for handle in event.handles)
             slots.update(event.checkpoint_slots)
         elif isinstance(event, Recover):
-            lives += len(event.requests)
-            parked += len(event.requests) - len(event.handles)
+            lives += len(event.handles)
             rows.update(handle.record_slot for handle in event.handles)
             slots.update(event.checkpoint_slots, (prefix.checkpoint_slot for prefix in event.published))
-    unnamed = parked + (0 if config.block_size is None else lives)
+    unnamed = 0 if config.block_size is None else lives
     fewer = {
-        "max_requests": min(max(rows) + 2 + parked, config.max_requests),
+        "max_requests": min(max(rows) + 2, config.max_requests),
         "num_checkpoints": min(max(slots) + 1 + unnamed, config.num_checkpoints),
     }
     return config.model_copy(update=fewer)

@@ -12,7 +12,7 @@ from specstate.metadata import Handle
 from specstate.prefixes import PrefixKey
 from specstate.replay.checks import Checks, Differs
 from specstate.replay.files import OracleFiles
-from specstate.replay.model import Expected, Life, Model
+from specstate.replay.model import MAX_LOADED_LEN, Expected, Life, Model
 from specstate.replay.steps import OpenStep, Verifier
 from specstate.trace.schema import (
     Admit,
@@ -49,9 +49,6 @@ from specstate.trace.schema import (
 )
 from specstate.transfer import RequestEntry, read_file
 from specstate.validation import DTYPES
-
-#: Tokens of a load that are recomputed one by one, some 0.2 ms each and layer: more would take hours.
-MAX_LOADED_LEN = 2**22
 
 #: Rows and tokens of a step, padding included, that a replay with payloads runs: what a graph pads to, many times over.
 MAX_PADDED = 2**16
@@ -320,7 +317,7 @@ class Driver:
 
     def _recover(self, event: Recover) -> list[Life]:
         lives = [self._model.life(h, slot) for h, slot in zip(event.handles, event.checkpoint_slots, strict=True)]
-        parked = [entry.request_id for entry in event.requests if entry.kept is not None]
+        parked = [entry.request_id for entry in event.requests if entry.preempted]
         # Their tokens are those of a life that nobody else has.
         preempted = [self._model.life(Handle(name, 0, 0), 0) for name in parked]
         file = self._files.snapshot(event, [*lives, *preempted], self._prefixes)

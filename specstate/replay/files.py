@@ -12,8 +12,8 @@ from specstate.kernels.reference import inverse_norm
 from specstate.metadata import Handle
 from specstate.prefixes import PrefixKey
 from specstate.replay.inputs import token_inputs
-from specstate.replay.model import Expected, Life, Model
-from specstate.trace.schema import Recover
+from specstate.replay.model import MAX_LOADED_LEN, Expected, Life, Model
+from specstate.trace.schema import Recover, TraceError
 from specstate.transfer import ImageEntry, PublishedEntry, RequestEntry, TransferHeader, write_file
 from specstate.validation import DTYPES
 
@@ -43,7 +43,6 @@ class OracleFiles:
         ]
         images = [self._bring(life, entry.image) for life, entry in zip(lives, requests, strict=True)]
         published = []
-        # The manager lists those in use first, then the others by their last use: an order that a snapshot may have.
         for state in event.published:
             entry = ImageEntry(
                 checkpoint_len=state.key.num_tokens, pending_len=0, finished=False, has_payload=self._payloads
@@ -78,9 +77,15 @@ class OracleFiles:
 
     def _bring(self, life: Life, entry: ImageEntry) -> RequestImage:
         committed_len = entry.checkpoint_len + entry.pending_len
-        payload = self._payload(life, entry) if self._payloads else None
+        if self._payloads and committed_len > MAX_LOADED_LEN:
+            raise TraceError(
+                f"a request at {committed_len} tokens is beyond the {MAX_LOADED_LEN} that a replay recomputes; backend "
+                "'metadata' replays it without payloads"
+            )
         life.finished = entry.finished
         life.stood.clear()
+        life.stood[entry.checkpoint_len] = life.layers
+        payload = self._payload(life, entry) if self._payloads else None
         life.stand_at(committed_len, self._config.record_capacity)
         return RequestImage(entry.checkpoint_len, entry.pending_len, entry.finished, payload)
 
@@ -91,6 +96,7 @@ class OracleFiles:
         positions = range(entry.checkpoint_len, entry.checkpoint_len + entry.pending_len)
         before = self._model.loaded(life, entry.checkpoint_len)
         columns: dict[str, list[torch.Tensor]] = {name: [] for name in ("u", "key_gate", "inv_norm")}
+        life.stood[entry.checkpoint_len] = before
         life.layers = []
         for layer, state in enumerate(before):
             inputs = token_inputs(config, [life.key] * len(positions), positions, [0] * len(positions), layer)

@@ -53,6 +53,9 @@ class ExpectedToken(NamedTuple):
     key: torch.Tensor  # [H, K] float64
 
 
+#: Tokens of a load that are recomputed one by one, some 0.2 ms each and layer: more would take hours.
+MAX_LOADED_LEN = 2**22
+
 #: Tokens of a load whose inputs are derived together.
 LOADED_AT_ONCE = 256
 

@@ -117,7 +117,7 @@ class Fork(Event):
 
 
 class Preempt(Event):
-    """The request is live no more; it keeps both slots, or, folded, its checkpoint slot alone."""
+    """The request is live no more; it keeps all its slots, or, folded, its checkpoint slot alone."""
 
     kind: Literal["preempt"] = "preempt"
     handle: CheckedHandle
@@ -227,14 +227,14 @@ class Recover(Event):
     requests: tuple[RequestEntry, ...]
     """As the file has them: live ones, then preempted ones."""
     published: tuple[Published, ...]
-    """Those that found a slot, in the order in which the manager lists them."""
+    """Those that found a slot, in the order of the file, in which they took it."""
     generation: Annotated[int, Field(ge=0, le=INT32_MAX)]
     """That the snapshot's manager gave last."""
 
     @model_validator(mode="after")
     def _columns_agree(self) -> Self:
         check_lengths(self, "handles", ("checkpoint_slots",))
-        live = sum(entry.kept is None for entry in self.requests)
+        live = sum(not entry.preempted for entry in self.requests)
         if live != len(self.handles):
             raise ValueError(f"requests has {live} live ones, handles has {len(self.handles)}")
         return self

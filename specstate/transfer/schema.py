@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from specstate.config import KDALayerSpec, StateConfig
 from specstate.errors import SpecStateError, shown
 from specstate.image import RequestImage, check_room
-from specstate.limits import INT32_MAX, MAX_POSITION
+from specstate.limits import MAX_GENERATION, MAX_POSITION
 from specstate.prefixes import PrefixKey
 from specstate.requests import check_request_id
 from specstate.sampling import SamplingParams
@@ -78,15 +78,15 @@ class RequestEntry(_Part):
     request_id: Text
     sampling: SamplingParams
     image: ImageEntry
-    kept: Literal["records", "checkpoint", "host"] | None = None
-    """What a preempted request had kept: both slots, its checkpoint slot, a copy on the host. None: it was live."""
+    preempted: bool = False
+    """False: it was live."""
     restored_from: PrefixKey | None = None
     """The key of the published state that it began with."""
 
     @model_validator(mode="after")
     def _folded_if_without_records(self) -> Self:
-        if self.kept in ("checkpoint", "host") and self.image.pending_len:
-            raise ValueError(f"pending_len = {self.image.pending_len} must be 0 of a request that kept its {self.kept}")
+        if self.preempted and self.image.pending_len:
+            raise ValueError(f"pending_len = {self.image.pending_len} must be 0 of a preempted request")
         return self
 
 
@@ -126,7 +126,7 @@ class TransferHeader(_Part):
     """A request: that one. A snapshot: live ones, and preempted ones in the order in which they were preempted."""
     published: tuple[PublishedEntry, ...] = ()
     """Of a snapshot, oldest use first."""
-    generation: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    generation: Annotated[int, Field(ge=0, le=MAX_GENERATION)] | None = None
     """Of a snapshot: the generation that the manager gave last."""
 
     @property
@@ -144,8 +144,8 @@ class TransferHeader(_Part):
         if self.kind == "request":
             if len(self.requests) != 1 or self.published or self.generation is not None:
                 raise ValueError("kind = 'request' goes with one request, nothing published and no generation")
-            if self.requests[0].kept is not None or self.requests[0].restored_from is not None:
-                raise ValueError("kind = 'request' goes with a request that has no kept and no restored_from")
+            if self.requests[0].preempted or self.requests[0].restored_from is not None:
+                raise ValueError("kind = 'request' goes with a live request that has no restored_from")
         elif self.generation is None:
             raise ValueError("kind = 'snapshot' goes with a generation")
         _refuse_twice("request_id", (request.request_id for request in self.requests))

@@ -1,12 +1,13 @@
-"""All that a manager holds, as one transfer: taken from a ledger and a backend, and brought into empty ones."""
+"""Requests and all that a manager holds as transfers: taken from a ledger and a backend, and brought into others."""
 
 from collections.abc import Sequence
 
+from specstate import __version__
 from specstate.backends import Backend
 from specstate.batch import flush_batch
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
-from specstate.image import RequestImage
+from specstate.image import RequestImage, check_room
 from specstate.ledger import Ledger
 from specstate.preempted import Preempted
 from specstate.prefixes import Prefix
@@ -24,8 +25,6 @@ from specstate.transfer.schema import check_fits as check_configs
 
 def request_header(config: StateConfig, request: Request, image: RequestImage) -> TransferHeader:
     """Of one live request."""
-    from specstate import __version__  # not at the top: the package itself imports this module
-
     entry = RequestEntry(request_id=request.handle.request_id, sampling=request.sampling, image=ImageEntry.of(image))
     return TransferHeader(specstate_version=__version__, config=config, kind="request", requests=(entry,))
 
@@ -35,8 +34,6 @@ def take(config: StateConfig, ledger: Ledger, backend: Backend) -> tuple[Transfe
 
     Live requests as they lie there, records included. Preempted ones folded: they will come back on the host.
     """
-    from specstate import __version__  # not at the top: the package itself imports this module
-
     requests, images = [], []
     for request in ledger.requests:
         images.append(backend.export_image(request.record_slot, request.folded_by_verify, fold=False))
@@ -45,11 +42,12 @@ def take(config: StateConfig, ledger: Ledger, backend: Backend) -> tuple[Transfe
         images.append(_image_of(preempted, backend))
         requests.append(_entry(preempted.request_id, preempted, images[-1]))
     published = []
-    for prefix in ledger.prefixes:
+    # Those that nobody uses first, the oldest use before others: what finds no slot later is missed least.
+    for prefix in sorted(ledger.prefixes, key=lambda prefix: prefix.num_users > 0):
         payload = backend.checkpoint_payload(prefix.checkpoint_slot)
         images.append(RequestImage(prefix.key.num_tokens, 0, False, payload))
         published.append(PublishedEntry(key=prefix.key, image=ImageEntry.of(images[-1])))
-    backend.counters()  # copies to the host have arrived
+    backend.wait()  # for the copies to the host
     header = TransferHeader(
         specstate_version=__version__,
         config=config,
@@ -65,8 +63,10 @@ def check_fits(header: TransferHeader, config: StateConfig, backend: Backend) ->
     """Raises SpecStateError, before anything is changed, when what a file holds cannot live in a manager."""
     check_configs(header.config, config)
     for entry in header.requests:
-        if entry.kept is None:
-            folds_on_arrival(entry.image.pending_len, config)
+        try:
+            check_room(entry.image.pending_len, config)
+        except SpecStateError as error:
+            raise SpecStateError(f"request {entry.request_id!r}: {error}") from None
     if backend.path != "metadata" and not all(image.has_payload for image in header.images):
         raise SpecStateError(f"the file has no payload, as from backend 'metadata'; path {backend.path!r} needs one")
 
@@ -80,7 +80,7 @@ def bring(
     """
     ledger.generation = max(ledger.generation, header.generation or 0)
     entries = list(zip(header.requests, images, strict=False))
-    live = [(entry, image) for entry, image in entries if entry.kept is None]
+    live = [(entry, image) for entry, image in entries if not entry.preempted]
     states = list(zip(header.published, images[len(entries) :], strict=True))
     states = states[max(len(states) - (ledger.checkpoint_slots.num_free - len(live)), 0) :]
     for state, image in states:
@@ -90,7 +90,7 @@ def bring(
     for entry, image in live:
         bring_request(entry, image, entry.request_id, entry.sampling, config, ledger, backend)
     for entry, image in entries:
-        if entry.kept is not None:
+        if entry.preempted:
             ledger.preempted.add(_preempted(entry, image, ledger, backend))
 
 
@@ -124,7 +124,7 @@ def _entry(request_id: str, owner: Request | Preempted, image: RequestImage) -> 
         request_id=request_id,
         sampling=owner.sampling,
         image=ImageEntry.of(image),
-        kept=None if isinstance(owner, Request) else "host",
+        preempted=isinstance(owner, Preempted),
         restored_from=None if owner.restored_from is None else owner.restored_from.key,
     )
 
@@ -140,6 +140,7 @@ def _image_of(preempted: Preempted, backend: Backend) -> RequestImage:
 
 
 def _preempted(entry: RequestEntry, image: RequestImage, ledger: Ledger, backend: Backend) -> Preempted:
+    standing = backend.standing_at(image.committed_len, image.finished)  # first, since it may find no memory
     prefix: Prefix | None = None
     if entry.restored_from is not None and (prefix := ledger.prefixes.get(entry.restored_from)) is not None:
         ledger.prefixes.join(prefix)
@@ -155,6 +156,6 @@ def _preempted(entry: RequestEntry, image: RequestImage, ledger: Ledger, backend
         restored_from=prefix,
         checkpoint_slot=None,
         record_slot=None,
-        standing=backend.standing_at(image.committed_len, image.finished),
+        standing=standing,
         payload=image.payload,
     )
