@@ -460,13 +460,18 @@ def a_hit_copies_nothing(patch: Patch) -> None:
 
 
 def a_hit_shares_the_slot(patch: Patch) -> None:
-    right = TensorBackend.copy_slot
+    copy, attach = TensorBackend.copy_slot, TensorBackend.attach
+    copied: dict[int, int] = {}
 
     def copy_slot(self: TensorBackend, source: int, destination: int) -> None:
-        right(self, source, destination)
-        self.storage.cursors[self.storage.cursors[:, at.CURSOR_SLOT] == destination, at.CURSOR_SLOT] = source
+        copy(self, source, destination)
+        copied[destination] = source
+
+    def attach_there(self: TensorBackend, slot: int, *rest: Any) -> None:
+        attach(self, copied.pop(slot, slot), *rest)
 
     patch.setattr(TensorBackend, "copy_slot", copy_slot)
+    patch.setattr(TensorBackend, "attach", attach_there)
 
 
 def prefixes_in_use_are_evicted(patch: Patch) -> None:
