@@ -1,7 +1,7 @@
 """Requests out of a seed: arrivals, lengths and shared prefixes, alike to one of the published traces by default.
 
 The lengths of ``SyntheticWorkload``'s defaults are fitted to Mooncake's conversation trace (kvcache-ai/Mooncake,
-FAST25-release/traces/conversation_trace.jsonl, 12,031 requests in 3,537 s), the only one of the traces at hand that
+FAST25-release/traces/conversation_trace.jsonl, 12,031 requests in 3,537 s), the only one of the published formats that
 also shows which prefixes are shared. Quantiles in tokens, of the trace and of the fitted mixtures (exact, not sampled):
 
 | | p10 | p25 | p50 | p75 | p90 | p99 |

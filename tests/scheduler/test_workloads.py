@@ -85,7 +85,7 @@ def test_azure_with_seven_digits_carriage_returns_and_no_last_newline(tmp_path: 
     assert [request.arrival_ms for request in read(tmp_path, AZURE_2024)] == [0.0, 7.405]
 
 
-def test_burstgpt_with_and_without_sessions(tmp_path: Path) -> None:
+def test_burstgpt_with_six_columns_and_with_eight(tmp_path: Path) -> None:
     assert read(tmp_path, BURSTGPT) == [TracedRequest("2", 0.0, 472, 18), TracedRequest("3", 40_000.0, 1087, 230)]
     assert read(tmp_path, BURSTGPT_3) == [TracedRequest("2", 0.0, 906, 446), TracedRequest("3", 250.0, 36, 29)]
     assert read(tmp_path, BURSTGPT.replace("45,", "4.5e1,"))[1].arrival_ms == 40_000.0
