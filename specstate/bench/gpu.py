@@ -1,0 +1,340 @@
+"""``specstate bench gpu``: whole steps under CUDA graphs, beside their byte floor and fla-core's snapshots.
+
+Each shape in one run: S0, then under each policy the step without a conv (its outputs checked against S0's) and with
+one, and once how long reading and copying its states takes; at the very end, when no figure can be disturbed any more,
+the kernels one by one under a profiler. Steps are those of a manager: begun, replayed, told. States of a step are not
+in the L2: sets of requests take turns until ``L2_TURNS`` times the L2's bytes lie between two uses, and where one
+step's states are as many, there is one set. Counts are drawn on the device, by the seeded rates of
+``workload.CONDITIONAL_RATES``; every ring is filled at least twice while the clock runs.
+"""
+
+import gc
+import math
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from statistics import fmean, median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import specstate
+from specstate.bench.peer import TOLERANCE, Snapshots, check_outputs, find_peer, time_snapshots
+from specstate.bench.precompile import precompile
+from specstate.bench.results import BenchReport, BenchResult, ShapeFigures, StepFigures
+from specstate.bench.results import load_results as load_results
+from specstate.bench.shapes import BenchShape
+from specstate.bench.timer import Machine
+from specstate.bench.traffic import Traffic, measure_traffic, profile_kernels
+from specstate.bench.workload import Timed, Workload, layer_inputs, layer_params, turns
+from specstate.config import FoldPolicy
+from specstate.errors import SpecStateError
+from specstate.layout import DTYPE_BYTES, plan_bytes
+
+#: Bytes a second that a GPU's memory gives at best, where it was measured: a device-to-device copy on an H200.
+KNOWN_BANDWIDTH = {"H200": 4.3e12}
+
+#: Of the free memory.
+MEMORY_SHARE = 0.85
+
+#: S0 of fewer layers says little about all of them.
+LEAST_S0_LAYERS = 16
+
+
+@dataclass(slots=True)
+class Measured:
+    """One shape under one policy, before ratios are taken."""
+
+    shape: BenchShape
+    policy: FoldPolicy
+    with_conv: Timed
+    without_conv: Timed
+    traffic: Traffic
+    sets: int
+    s0_ms: float | None
+    s0_layers: int | None
+    output_error: float | None
+    kernel_ms: dict[str, float]
+
+
+class OutOfTime(Exception):
+    """The time budget is used up."""
+
+
+class Bench:
+    """One run on one machine, within ``budget_s`` seconds; ``say`` gets a line for whatever is done."""
+
+    def __init__(self, machine: Machine, replays: int, budget_s: float, say: Callable[[str], None]) -> None:
+        self.machine, self.replays = machine, replays
+        self._budget_s, self._say = budget_s, say
+        self._start = perf_counter()
+        self._peer, found = find_peer()
+        self.peer_version = None if self._peer is None else found
+        self.notes: list[str] = [] if self._peer is not None else [found]
+        self.measured: list[Measured] = []
+
+    def run(self, shapes: Sequence[BenchShape], policies: Sequence[FoldPolicy]) -> None:
+        """Measures everything; what does not fit into memory or time is noted."""
+        say_budget = f"time budget {self._budget_s:.0f} s, for {len(shapes)} shapes under {len(policies)} policies"
+        self.say(f"{self.machine.name}: {say_budget}")
+        if self.machine.graphs:
+            configs = [s.config(policy, conv) for s in shapes for policy in policies for conv in (False, True)]
+            done = precompile(configs, min(120.0, self._budget_s / 2))
+            self.say(f"{done} of {len(configs)} variants compiled ahead")
+        for place, shape in enumerate(shapes):
+            try:
+                self._check_time()
+                self._measure_shape(shape, policies)
+            except OutOfTime:
+                skipped = ", ".join(each.name for each in shapes[place:])
+                self.note(f"out of time after {self._budget_s:.0f} s: not measured, or not in full: {skipped}")
+                break
+            except Exception as error:  # whatever it is, it must not cost the figures that are there
+                self.note(f"{shape.name}: {_told(error)}")
+            self._free()
+        self._profile()
+
+    def say(self, text: str) -> None:
+        """A line of progress, with the seconds since the start."""
+        self._say(f"[{perf_counter() - self._start:6.1f} s] {text}")
+
+    def note(self, text: str) -> None:
+        """Something that the report must tell."""
+        self.notes.append(text)
+        self.say(text)
+
+    # -- a shape
+
+    def _measure_shape(self, given: BenchShape, policies: Sequence[FoldPolicy]) -> None:
+        shape = replace(given, num_layers=self._layers_that_fit(given, policies))
+        sets = turns(shape.num_layers * shape.rows * shape.state_bytes, self.machine.l2_bytes)
+        s0_ms, s0_layers = self._measure_s0(shape)
+        traffic = None
+        for policy in policies:
+            self._check_time()
+            plain = Workload(self.machine, shape.config(policy, False, sets), sets)
+            error = check_outputs(self._peer, plain)
+            if traffic is None:
+                traffic = measure_traffic(plain)
+            without = self._time(plain)
+            del plain
+            self._free()
+            whole = Workload(self.machine, shape.config(policy, True, sets), sets)
+            self._by_hand(whole)
+            timed = self._time(whole)
+            del whole
+            self._free()
+            self.measured.append(
+                Measured(shape, policy, timed, without, traffic, sets, s0_ms, s0_layers, error, kernel_ms={})
+            )
+            s0 = "" if s0_ms is None else f", S0 {s0_ms:.3f} (of {s0_layers} layers)"
+            if error is not None:
+                s0 += f", outputs differ from S0's by {error:.1e}"
+                if not error <= TOLERANCE[shape.checkpoint_dtype]:
+                    self.note(f"{shape.name} {policy}: outputs differ from S0's by {error:.1e}: a check failed")
+            self.say(
+                f"{shape.name} {policy}, {shape.num_layers} layers: {median(timed.times_ms):.3f} ms, mean "
+                f"{fmean(timed.times_ms):.3f}; without conv {median(without.times_ms):.3f}, mean "
+                f"{fmean(without.times_ms):.3f}{s0}; read {traffic.read_ms:.3f}, copy {traffic.copy_ms:.3f}; "
+                f"{len(timed.times_ms)} replays, {timed.folds_per_step:.2f} folds a step, {sets} sets"
+            )
+
+    def _time(self, workload: Workload) -> Timed:
+        workload.capture()
+        workload.warm()
+        return workload.measure(self.replays)
+
+    def _by_hand(self, workload: Workload) -> None:
+        """Compiles what a capture needs."""
+        workload.step_by_hand(0, workload.counts.clone())
+        workload.note(0, [1] * workload.rows)
+
+    def _layers_that_fit(self, shape: BenchShape, policies: Sequence[FoldPolicy]) -> int:
+        """So many of the shape's layers fit: states twice (a copy of them is timed), records, inputs, outputs."""
+        one, spec = replace(shape, num_layers=1), shape.spec
+        widths = spec.conv_channels + spec.num_heads * (spec.head_k_dim + spec.head_v_dim + 1)
+        flows = shape.tokens * widths * DTYPE_BYTES[shape.activation_dtype]
+        flows += 4 * spec.conv_channels * ((spec.conv_kernel_size or 0) + 1)
+        layer = max(plan_bytes(one.config(policy)).total_bytes for policy in policies)
+        return self._fitting(shape, layer + shape.rows * shape.state_bytes + flows, 1)
+
+    def _fitting(self, shape: BenchShape, layer_bytes: int, least: int) -> int:
+        free = self.machine.free_bytes()
+        layers = min(shape.num_layers, int(MEMORY_SHARE * free) // layer_bytes)
+        if layers < least:
+            raise SpecStateError(f"{least} layers of {layer_bytes} bytes do not fit into {free} free bytes")
+        return layers
+
+    def _measure_s0(self, shape: BenchShape) -> tuple[float | None, int | None]:
+        """Milliseconds of S0 for all of the shape's layers, and how many of them it was timed on."""
+        if self._peer is None:
+            return None, None
+        spec, machine = shape.spec, self.machine
+        widths = 2 * spec.conv_channels + spec.num_heads * (spec.head_k_dim + spec.head_v_dim + 1)
+        flows = shape.tokens * widths * DTYPE_BYTES[shape.activation_dtype]
+        layer = (1 + shape.tokens) * shape.state_bytes + flows
+        try:
+            layers = self._fitting(shape, layer, min(LEAST_S0_LAYERS, shape.num_layers))
+            config = replace(shape, num_layers=layers).config("ring", conv=False)
+            generator = torch.Generator(device=machine.device).manual_seed(0)
+            params = [layer_params(config, generator) for _ in range(layers)]
+            inputs = [layer_inputs(config, shape.tokens, generator) for _ in range(layers)]
+            sets = turns(layers * shape.tokens * shape.state_bytes, machine.l2_bytes)
+            peer = Snapshots(self._peer, machine, config, shape.rows, layers, sets)
+            times = time_snapshots(peer, machine, inputs, params, max(self.replays, 2 * sets))
+        except Exception as error:  # not ours to fail by
+            self.note(f"{shape.name}: S0 is not measured: {_told(error)}")
+            return None, None
+        finally:
+            peer = inputs = None  # type: ignore[assignment]
+            self._free()
+        return median(times) * shape.num_layers / layers, layers
+
+    # -- kernels
+
+    def _profile(self) -> None:
+        """Of every shape and policy that was measured, anew."""
+        if not self.machine.graphs:
+            return
+        for each in self.measured:
+            try:
+                self._check_time()
+                workload = Workload(self.machine, each.shape.config(each.policy, True, each.sets), each.sets)
+                self._by_hand(workload)
+                workload.capture()
+                workload.warm()
+                each.kernel_ms = profile_kernels(workload)
+            except OutOfTime:
+                self.note("out of time: not all kernels were profiled")
+                break
+            except Exception as error:  # the profiler's own, too
+                self.note(f"{each.shape.name} {each.policy}: not profiled: {_told(error)}")
+            finally:
+                workload = None  # type: ignore[assignment]
+                self._free()
+            kernels = ", ".join(f"{name} {time:.3f}" for name, time in each.kernel_ms.items())
+            self.say(f"{each.shape.name} {each.policy} kernels: {kernels or 'none seen'}")
+
+    # -- inside
+
+    def _free(self) -> None:
+        gc.collect()
+        if self.machine.graphs:
+            torch.cuda.empty_cache()
+
+    def _check_time(self) -> None:
+        if perf_counter() - self._start > self._budget_s:
+            raise OutOfTime
+
+
+def measure_gpu(
+    shapes: Sequence[BenchShape],
+    policies: Sequence[FoldPolicy],
+    replays: int,
+    budget_s: float,
+    say: Callable[[str], None],
+    machine: Machine | None = None,
+) -> BenchReport:
+    """Times at least ``replays`` steps of each shape under each policy. Raises SpecStateError without a GPU."""
+    if machine is None:
+        if not torch.cuda.is_available():
+            raise SpecStateError("needs a GPU: torch sees none")
+        machine = Machine.gpu()
+    bench = Bench(machine, replays, budget_s, say)
+    bench.run(shapes, policies)
+    return build_report(bench.measured, machine.name, bench.notes, bench.peer_version)
+
+
+def build_report(
+    measured: Sequence[Measured], gpu: str, notes: Sequence[str], peer_version: str | None = None
+) -> BenchReport:
+    """Takes ratios: floors at the GPU's bandwidth where it is known, else at the best read of this run."""
+    known = [bandwidth for name, bandwidth in KNOWN_BANDWIDTH.items() if name in gpu]
+    if not measured and not known:
+        raise SpecStateError(f"nothing was measured: {'; '.join(notes)}")
+    bandwidth = known[0] if known else max(each.traffic.read_bytes_per_s for each in measured)
+    return BenchReport(
+        results=tuple(_result(each, bandwidth) for each in measured),
+        gpu=gpu,
+        floor_bytes_per_s=bandwidth,
+        versions=_versions(peer_version),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        notes=tuple(notes),
+    )
+
+
+def _result(each: Measured, bandwidth: float) -> BenchResult:
+    shape, spec = each.shape, each.shape.spec
+    return BenchResult(
+        **_step(each.with_conv, each.s0_ms, bandwidth),
+        shape=ShapeFigures(
+            name=shape.name,
+            num_heads=spec.num_heads,
+            head_k_dim=spec.head_k_dim,
+            head_v_dim=spec.head_v_dim,
+            conv_kernel_size=spec.conv_kernel_size,
+            gate_lower_bound=spec.gate_lower_bound,
+            layers=shape.num_layers,
+            rows=shape.rows,
+            max_query_len=shape.max_query_len,
+            checkpoint_dtype=shape.checkpoint_dtype,
+            activation_dtype=shape.activation_dtype,
+        ),
+        policy=each.policy,
+        record_capacity=shape.config(each.policy).record_capacity,
+        kernel_ms=each.kernel_ms,
+        without_conv=StepFigures(**_step(each.without_conv, each.s0_ms, bandwidth)),
+        state_bytes=each.traffic.state_bytes,
+        read_ms=each.traffic.read_ms,
+        copy_ms=each.traffic.copy_ms,
+        sets=each.sets,
+        replays=len(each.with_conv.times_ms),
+        mean_accepted=each.with_conv.num_accepted,
+        folds_per_step=each.with_conv.folds_per_step,
+        s0_layers=each.s0_layers,
+        output_error=None if each.output_error is None or math.isinf(each.output_error) else each.output_error,
+        outputs_match=None if each.output_error is None else each.output_error <= TOLERANCE[shape.checkpoint_dtype],
+    )
+
+
+def _step(timed: Timed, s0_ms: float | None, bandwidth: float) -> dict[str, Any]:
+    tables = sorted(timed.bytes, key=lambda table: sum(table.values()))
+    table = tables[(len(tables) - 1) // 2]
+    ms, floor_bytes = median(timed.times_ms), sum(table.values())
+    floor_ms = floor_bytes / bandwidth * 1e3
+    return {
+        "ms": ms,
+        "mean_ms": fmean(timed.times_ms),
+        "floor_bytes": floor_bytes,
+        "floor_ms": floor_ms,
+        "ratio_to_floor": ms / floor_ms,
+        "mean_floor_bytes": fmean(sum(each.values()) for each in timed.bytes),
+        "s0_ms": s0_ms,
+        "ratio_to_s0": None if s0_ms is None else s0_ms / ms,
+        "floor_table": table,
+    }
+
+
+def _versions(peer: str | None) -> dict[str, str]:
+    return {
+        "specstate": specstate.__version__,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "fla-core": peer or "missing",
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
