@@ -9,22 +9,17 @@ step's states are as many, there is one set. Counts are drawn on the device, by 
 """
 
 import gc
-import math
-import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
 from statistics import fmean, median
 from time import perf_counter
-from typing import Any
 
 import torch
 
-import specstate
 from specstate.bench.peer import TOLERANCE, Snapshots, check_outputs, find_peer, time_snapshots
 from specstate.bench.precompile import precompile
-from specstate.bench.results import BenchReport, BenchResult, ShapeFigures, StepFigures
+from specstate.bench.ratios import Measured, build_report
+from specstate.bench.results import BenchReport
 from specstate.bench.results import load_results as load_results
 from specstate.bench.shapes import BenchShape
 from specstate.bench.timer import Machine
@@ -34,30 +29,11 @@ from specstate.config import FoldPolicy
 from specstate.errors import SpecStateError
 from specstate.layout import DTYPE_BYTES, plan_bytes
 
-#: Bytes a second that a GPU's memory gives at best, where it was measured: a device-to-device copy on an H200.
-KNOWN_BANDWIDTH = {"H200": 4.3e12}
-
 #: Of the free memory.
 MEMORY_SHARE = 0.85
 
 #: S0 of fewer layers says little about all of them.
 LEAST_S0_LAYERS = 16
-
-
-@dataclass(slots=True)
-class Measured:
-    """One shape under one policy, before ratios are taken."""
-
-    shape: BenchShape
-    policy: FoldPolicy
-    with_conv: Timed
-    without_conv: Timed
-    traffic: Traffic
-    sets: int
-    s0_ms: float | None
-    s0_layers: int | None
-    output_error: float | None
-    kernel_ms: dict[str, float]
 
 
 class OutOfTime(Exception):
@@ -115,32 +91,50 @@ class Bench:
         traffic = None
         for policy in policies:
             self._check_time()
-            plain = Workload(self.machine, shape.config(policy, False, sets), sets)
-            error = check_outputs(self._peer, plain)
-            if traffic is None:
-                traffic = measure_traffic(plain)
-            without = self._time(plain)
-            del plain
-            self._free()
-            whole = Workload(self.machine, shape.config(policy, True, sets), sets)
-            self._by_hand(whole)
-            timed = self._time(whole)
-            del whole
-            self._free()
-            self.measured.append(
-                Measured(shape, policy, timed, without, traffic, sets, s0_ms, s0_layers, error, kernel_ms={})
-            )
-            s0 = "" if s0_ms is None else f", S0 {s0_ms:.3f} (of {s0_layers} layers)"
-            if error is not None:
-                s0 += f", outputs differ from S0's by {error:.1e}"
-                if not error <= TOLERANCE[shape.checkpoint_dtype]:
-                    self.note(f"{shape.name} {policy}: outputs differ from S0's by {error:.1e}: a check failed")
-            self.say(
-                f"{shape.name} {policy}, {shape.num_layers} layers: {median(timed.times_ms):.3f} ms, mean "
-                f"{fmean(timed.times_ms):.3f}; without conv {median(without.times_ms):.3f}, mean "
-                f"{fmean(without.times_ms):.3f}{s0}; read {traffic.read_ms:.3f}, copy {traffic.copy_ms:.3f}; "
-                f"{len(timed.times_ms)} replays, {timed.folds_per_step:.2f} folds a step, {sets} sets"
-            )
+            try:
+                measured = self._measure_policy(shape, policy, sets, traffic)
+            except Exception as error:  # one policy's failure must not cost the others
+                self.note(f"{shape.name} {policy}: {_told(error)}")
+                continue
+            finally:
+                self._free()
+            traffic = measured.traffic
+            measured.s0_ms, measured.s0_layers = s0_ms, s0_layers
+            self.measured.append(measured)
+            self._tell(measured)
+
+    def _measure_policy(self, shape: BenchShape, policy: FoldPolicy, sets: int, traffic: Traffic | None) -> Measured:
+        """Without S0's times and kernels."""
+        plain = Workload(self.machine, shape.config(policy, False, sets), sets)
+        error = check_outputs(self._peer, plain)
+        if traffic is None:
+            traffic = measure_traffic(plain)
+        without = self._time(plain)
+        del plain
+        self._free()
+        whole = Workload(self.machine, shape.config(policy, True, sets), sets)
+        self._by_hand(whole)
+        timed = self._time(whole)
+        return Measured(shape, policy, timed, without, traffic, sets, None, None, error, kernel_ms={})
+
+    def _tell(self, each: Measured) -> None:
+        name, timed, without, traffic = (
+            f"{each.shape.name} {each.policy}",
+            each.with_conv,
+            each.without_conv,
+            each.traffic,
+        )
+        s0 = "" if each.s0_ms is None else f", S0 {each.s0_ms:.3f} (of {each.s0_layers} layers)"
+        if each.output_error is not None:
+            s0 += f", outputs differ from S0's by {each.output_error:.1e}"
+            if not each.output_error <= TOLERANCE[each.shape.checkpoint_dtype]:
+                self.note(f"{name}: outputs differ from S0's by {each.output_error:.1e}: a check failed")
+        self.say(
+            f"{name}, {each.shape.num_layers} layers: {median(timed.times_ms):.3f} ms, mean "
+            f"{fmean(timed.times_ms):.3f}; without conv {median(without.times_ms):.3f}, mean "
+            f"{fmean(without.times_ms):.3f}{s0}; read {traffic.read_ms:.3f}, copy {traffic.copy_ms:.3f}; "
+            f"{len(timed.times_ms)} replays, {timed.folds_per_step:.2f} folds a step, {each.sets} sets"
+        )
 
     def _time(self, workload: Workload) -> Timed:
         workload.capture()
@@ -246,94 +240,6 @@ def measure_gpu(
     bench = Bench(machine, replays, budget_s, say)
     bench.run(shapes, policies)
     return build_report(bench.measured, machine.name, bench.notes, bench.peer_version)
-
-
-def build_report(
-    measured: Sequence[Measured], gpu: str, notes: Sequence[str], peer_version: str | None = None
-) -> BenchReport:
-    """Takes ratios: floors at the GPU's bandwidth where it is known, else at the best read of this run."""
-    known = [bandwidth for name, bandwidth in KNOWN_BANDWIDTH.items() if name in gpu]
-    if not measured and not known:
-        raise SpecStateError(f"nothing was measured: {'; '.join(notes)}")
-    bandwidth = known[0] if known else max(each.traffic.read_bytes_per_s for each in measured)
-    return BenchReport(
-        results=tuple(_result(each, bandwidth) for each in measured),
-        gpu=gpu,
-        floor_bytes_per_s=bandwidth,
-        versions=_versions(peer_version),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        notes=tuple(notes),
-    )
-
-
-def _result(each: Measured, bandwidth: float) -> BenchResult:
-    shape, spec = each.shape, each.shape.spec
-    return BenchResult(
-        **_step(each.with_conv, each.s0_ms, bandwidth),
-        shape=ShapeFigures(
-            name=shape.name,
-            num_heads=spec.num_heads,
-            head_k_dim=spec.head_k_dim,
-            head_v_dim=spec.head_v_dim,
-            conv_kernel_size=spec.conv_kernel_size,
-            gate_lower_bound=spec.gate_lower_bound,
-            layers=shape.num_layers,
-            rows=shape.rows,
-            max_query_len=shape.max_query_len,
-            checkpoint_dtype=shape.checkpoint_dtype,
-            activation_dtype=shape.activation_dtype,
-        ),
-        policy=each.policy,
-        record_capacity=shape.config(each.policy).record_capacity,
-        kernel_ms=each.kernel_ms,
-        without_conv=StepFigures(**_step(each.without_conv, each.s0_ms, bandwidth)),
-        state_bytes=each.traffic.state_bytes,
-        read_ms=each.traffic.read_ms,
-        copy_ms=each.traffic.copy_ms,
-        sets=each.sets,
-        replays=len(each.with_conv.times_ms),
-        mean_accepted=each.with_conv.num_accepted,
-        folds_per_step=each.with_conv.folds_per_step,
-        s0_layers=each.s0_layers,
-        output_error=None if each.output_error is None or math.isinf(each.output_error) else each.output_error,
-        outputs_match=None if each.output_error is None else each.output_error <= TOLERANCE[shape.checkpoint_dtype],
-    )
-
-
-def _step(timed: Timed, s0_ms: float | None, bandwidth: float) -> dict[str, Any]:
-    tables = sorted(timed.bytes, key=lambda table: sum(table.values()))
-    table = tables[(len(tables) - 1) // 2]
-    ms, floor_bytes = median(timed.times_ms), sum(table.values())
-    floor_ms = floor_bytes / bandwidth * 1e3
-    return {
-        "ms": ms,
-        "mean_ms": fmean(timed.times_ms),
-        "floor_bytes": floor_bytes,
-        "floor_ms": floor_ms,
-        "ratio_to_floor": ms / floor_ms,
-        "mean_floor_bytes": fmean(sum(each.values()) for each in timed.bytes),
-        "s0_ms": s0_ms,
-        "ratio_to_s0": None if s0_ms is None else s0_ms / ms,
-        "floor_table": table,
-    }
-
-
-def _versions(peer: str | None) -> dict[str, str]:
-    return {
-        "specstate": specstate.__version__,
-        "torch": torch.__version__,
-        "triton": _version("triton"),
-        "fla-core": peer or "missing",
-        "cuda": str(torch.version.cuda),
-        "python": platform.python_version(),
-    }
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "missing"
 
 
 def _told(error: Exception) -> str:

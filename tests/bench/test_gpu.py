@@ -13,9 +13,10 @@ import torch
 from specstate import KDALayerSpec, SpecStateError
 from specstate.bench import gpu, traffic
 from specstate.bench.floor import ITEMS, Rings, step_bytes
-from specstate.bench.gpu import Bench, Measured, OutOfTime, build_report, load_results, measure_gpu
+from specstate.bench.gpu import Bench, OutOfTime, load_results, measure_gpu
 from specstate.bench.peer import MISSING
 from specstate.bench.precompile import precompile
+from specstate.bench.ratios import Measured, build_report
 from specstate.bench.results import BenchReport
 from specstate.bench.shapes import SHAPES, BenchShape, find_shape
 from specstate.bench.timer import HostTimer, Machine
@@ -404,6 +405,26 @@ def test_what_is_not_measured_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert late.notes[1] == "out of time after -1 s: not measured, or not in full: tiny, tiny"
     with pytest.raises(OutOfTime):
         late._check_time()
+
+
+@needs_interpreter
+def test_a_policy_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "find_peer", lambda: (None, MISSING))
+
+    def measure(shape: BenchShape, policy: str, sets: int, known: Traffic | None) -> Measured:
+        if policy == "eager":
+            raise RuntimeError("no\nluck")
+        assert (known is None) == (policy == "deferred")
+        return made_up(policy=policy, output_error=1.0)
+
+    bench = Bench(on_cpu(), 1, 60.0, lambda text: None)
+    monkeypatch.setattr(bench, "_measure_policy", measure)
+    bench.run([TINY], POLICIES)
+    assert [each.policy for each in bench.measured] == ["deferred", "ring"]
+    assert bench.notes[1:] == [
+        "tiny eager: RuntimeError: no luck",
+        *(f"tiny {policy}: outputs differ from S0's by 1.0e+00: a check failed" for policy in ("deferred", "ring")),
+    ]
 
 
 def test_layers_that_fit() -> None:
