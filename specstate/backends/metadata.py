@@ -349,11 +349,14 @@ class MetadataBackend:
             query_lens, taken = [n for n, _ in decoding], [n for _, n in decoding]
         self._windows += len(taken)
         self._draft_tokens += sum(query_lens) - len(query_lens)
-        if len(taken) > 8 and self.config.max_query_len < 256:
+        if len(taken) < 8 or self.config.max_query_len >= 256:
+            for count in taken:
+                self._accepted[count] += 1
+        else:
             # Bytes are searched in a twentieth of the time that a list takes.
             query_lens, taken = bytes(query_lens), bytes(taken)
-        for count in {*taken}:
-            self._accepted[count] += taken.count(count)
+            for count in range(1, self.config.max_query_len + 1):
+                self._accepted[count] += taken.count(count)
         self._accepted[1] -= query_lens.count(1)  # windows without drafts, of which one token was accepted
 
     def _fold(self, cursor: MetadataCursor, reason: int) -> None:
