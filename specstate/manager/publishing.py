@@ -54,6 +54,7 @@ class Publishing(Core):
         Until it ends, the prefix is not evicted. Raises CapacityError without a record and a checkpoint slot,
         SpecStateError when nothing is published under the key, which is counted, and as ``admit``.
         """
+        self._require_storage("restore")
         sampling = self._ledger.check_new(request_id, SamplingParams() if sampling is None else sampling)
         key = PrefixKey.of(key)
         prefixes = self._ledger.prefixes
@@ -86,6 +87,7 @@ class Publishing(Core):
         Evicts published prefixes when slots run short. Raises CapacityError when they are not there, SpecStateError for
         a bad n.
         """
+        self._require_storage("reserve_checkpoints")
         slots = self._ledger.lend(n)
         self._record("reserve", checkpoint_slots=tuple(slots))
         return slots
