@@ -89,11 +89,12 @@ def check_lines(
     block_size = config.block_size
     assert block_size is not None
     writers: dict[int, int] = {}
+    cursors = iter(backend.cursors([request.record_slot for request in requests if request is not None]))
     for row, request in enumerate(requests):
         if request is None:
             continue
         entry = row if metadata.batch_index is None else metadata.batch_index[row]
-        cursor = backend.cursor(request.record_slot)
+        cursor = next(cursors)
         if positions[entry] != cursor.committed_len:
             raise SpecStateError(
                 f"positions[{entry}] = {positions[entry]} of row {row} (request {request.handle.request_id!r}), which "

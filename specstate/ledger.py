@@ -69,7 +69,7 @@ class Ledger:
 
     def take_checkpoint(self) -> int:
         """A checkpoint slot; evicts a prefix when none is free. ``require`` has said that there is one."""
-        return self.checkpoint_slots.allocate() if self.checkpoint_slots.num_free else self._evict()
+        return self.checkpoint_slots.allocate() if self.checkpoint_slots.num_free else self.prefixes.evict()
 
     @contextmanager
     def new_lives(
@@ -192,8 +192,3 @@ class Ledger:
             users = sum(owner.restored_from is prefix for owner in owners)
             if users != prefix.num_users:
                 raise SpecStateError(f"{prefix.key} is used by {users} requests, counted are {prefix.num_users}")
-
-    def _evict(self) -> int:
-        slot = self.prefixes.evict()
-        self.checkpoint_slots.free(slot)
-        return self.checkpoint_slots.allocate()

@@ -6,27 +6,17 @@ from typing import Any
 
 from specstate.errors import SpecStateError, shown
 from specstate.image import ImagePayload
-from specstate.prefixes import Prefix
-from specstate.sampling import SamplingParams
+from specstate.requests import Owner
 
 
 @dataclass(slots=True, eq=False)
-class Preempted:
+class Preempted(Owner):
     """A request between two lives. Which slots it holds says how it was preempted.
 
     With its records: all its slots. Folded: the checkpoint slot. Retracted to the host: none.
     """
 
     request_id: str
-    sampling: SamplingParams
-    most_committed: int
-    least_committed: int
-    may_be_pending: bool
-    in_use: bool
-    boundary_slot: int
-    moved: bool
-    restored_from: Prefix | None
-    """As of a live request (requests.py)."""
     checkpoint_slot: int | None
     record_slot: int | None
     standing: Any

@@ -82,8 +82,9 @@ class PrefixTable:
         """What is published under ``key``; no use of it."""
         return self._used.get(key) or self._idle.get(key)
 
-    def add(self, key: PrefixKey, checkpoint_slot: int) -> None:
-        self._idle[key] = Prefix(key, checkpoint_slot)
+    def add(self, key: PrefixKey, checkpoint_slot: int) -> Prefix:
+        prefix = self._idle[key] = Prefix(key, checkpoint_slot)
+        return prefix
 
     def touch(self, key: PrefixKey) -> None:
         """It is the last to be evicted from here on."""

@@ -1,8 +1,8 @@
-"""A live request: which slots it owns, and what the host knows of its state without asking the device."""
+"""Requests: which slots a live one owns, and what the host knows of its state without asking the device."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from specstate.errors import SpecStateError, StaleHandleError, shown
 from specstate.metadata import Handle
@@ -13,14 +13,11 @@ if TYPE_CHECKING:
     from specstate.step import Step
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """One life of a request, from admit to release."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Owner:
+    """What the host knows of a request, live or preempted, without asking the device."""
 
-    handle: Handle
-    checkpoint_slot: int
     sampling: SamplingParams
-    open_step: "Step | None" = field(default=None, repr=False)
     may_be_pending: bool = False
     """False only when the device surely holds no pending record."""
     in_use: bool = False
@@ -29,14 +26,27 @@ class Request:
     """It has committed no more tokens than these, once every step that has ended has run."""
     least_committed: int = 0
     """Nor fewer than these, as far as the host knows."""
-    overcounted: int = 0
-    """By how much ``most_committed`` is too high, as the last ``committed_len`` saw. Who takes which slot goes by the
-    other two alone: a look must not change it."""
     boundary_slot: int = 0
     """Checkpoint slot of its own for boundary checkpoints; 0: none yet."""
     moved: bool = False
     """Its running checkpoint may lie in a slot that a block table named, not in ``checkpoint_slot``."""
     restored_from: Prefix | None = None
+
+    def known(self) -> dict[str, Any]:
+        """All of this by name, for another life of the request."""
+        return {field.name: getattr(self, field.name) for field in fields(Owner)}
+
+
+@dataclass(slots=True, eq=False)
+class Request(Owner):
+    """One life of a request, from admit to release."""
+
+    handle: Handle
+    checkpoint_slot: int
+    open_step: "Step | None" = field(default=None, repr=False)
+    overcounted: int = 0
+    """By how much ``most_committed`` is too high, as the last ``committed_len`` saw. Who takes which slot goes by the
+    other two alone: a look must not change it."""
 
     @property
     def record_slot(self) -> int:

@@ -80,7 +80,7 @@ MUTATIONS = (
     ),
     Mutation(
         1, "a preempted request leaves its open step", "specstate/manager/core.py",
-        "        self._leave_step(request)\n        return Preempted(", "        return Preempted(",
+        "        self._leave_step(request)\n        known = ", "        known = ",
         preemption("late_end_of_the_first_life"),
     ),
     Mutation(
@@ -147,8 +147,8 @@ MUTATIONS = (
         preemption("a_fork_stands"),
     ),
     Mutation(
-        2, "a retraction folds first", "specstate/manager/lives.py",
-        "        self._fold_home(request)\n        payload = ", "        payload = ",
+        2, "a retraction folds first", "specstate/manager/core.py",
+        "            self._fold_home(request)\n        payload = ", "            pass\n        payload = ",
         preemption("preempted_request_resumes and host"),
     ),
     Mutation(
@@ -306,7 +306,7 @@ MUTATIONS = (
     ),
     Mutation(
         6, "a preempted request uses its prefix still", "specstate/manager/core.py",
-        "restored_from=request.restored_from,", "restored_from=None,",
+        "            **known,\n", '            **(known | {"restored_from": None}),\n',
         trace("class07_publication"),
     ),
     Mutation(
@@ -350,8 +350,8 @@ MUTATIONS = (
         refusals("without_a_free_slot"),
     ),
     Mutation(
-        9, "a folded request gives its record slot back", "specstate/manager/lives.py",
-        "preempted.record_slot, preempted.boundary_slot = None, 0", "preempted.boundary_slot = 0",
+        9, "a folded request gives its record slot back", "specstate/manager/core.py",
+        "record_slot=None if fold else record_slot,", "record_slot=record_slot,",
         preemption("preempted_request_resumes and checkpoint"),
     ),
     Mutation(
@@ -446,8 +446,8 @@ MUTATIONS = (
     ),
     Mutation(
         12, "a preemption parks before it leaves the step", "specstate/manager/core.py",
-        "        self._backend.park(handle.record_slot, folded_by_verify)\n        self._leave_step(request)\n",
-        "        self._leave_step(request)\n        self._backend.park(handle.record_slot, folded_by_verify)\n",
+        "        self._backend.park(record_slot, folded_by_verify)\n        self._leave_step(request)\n",
+        "        self._leave_step(request)\n        self._backend.park(record_slot, folded_by_verify)\n",
         preemption("fails_is_called_again"),
     ),
     Mutation(

@@ -32,7 +32,7 @@ from specstate import (
     plan_bytes,
 )
 from specstate.cli import error_text, main
-from specstate.replay import driver, replay_file
+from specstate.replay import model, replay_file
 from specstate.trace import TraceError
 from tests.factories import POLICIES, make_config, make_inputs, make_params, make_twin, run_step, verify_all
 from tests.test_trace import leaves, replaced
@@ -245,7 +245,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads that a replay would recompute for minutes are refused as the far longer ones are."""
-    monkeypatch.setattr(driver, "MAX_LOADED_LEN", 300)
+    monkeypatch.setattr(model, "MAX_LOADED_LEN", 300)
 
 
 def replay(path: Path, **options: Any) -> int:

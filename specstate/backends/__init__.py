@@ -41,6 +41,10 @@ class Cursor(NamedTuple):
     def committed_len(self) -> int:
         return self.checkpoint_len + self.pending_len
 
+    def settled(self, folded_by_verify: bool) -> "Cursor":
+        """As it will be when the open step ends, should all that is pending have been folded by its verify."""
+        return self._replace(checkpoint_len=self.committed_len, pending_len=0) if folded_by_verify else self
+
 
 class LayerInputs(NamedTuple):
     """What one layer's verify is given; backend "metadata" is given nothing."""

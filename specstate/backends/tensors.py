@@ -199,10 +199,8 @@ class TensorBackend:
 
     @shielded
     def export_image(self, record_row: int, folded_by_verify: bool, fold: bool) -> RequestImage:
-        cursor = self.cursor(record_row)
+        cursor = self.cursor(record_row).settled(folded_by_verify)
         start, count = cursor.checkpoint_len, cursor.pending_len
-        if folded_by_verify:
-            start, count = start + count, 0
         parts = []
         for index, layer in enumerate(self.storage.layers):
             if fold and count:

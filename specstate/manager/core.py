@@ -56,35 +56,33 @@ class Core:
         if recorder is not None:
             recorder.start(config)
 
-    def _stop(self, request: Request, fold: bool) -> Preempted:
+    def _put_aside(self, request: Request, fold: bool, to_host: bool = False) -> None:
         """The request moves no more: its records are folded or stay as they are, an open step goes on without it.
 
-        Should this or what follows fail on the way, another call finds what it needs: the cursor knows what verify has
-        folded before the step is left, and is the last thing that ``release`` clears.
+        Should this fail on the way, another call finds what it needs: what may find no memory comes before anything
+        that cannot be taken back, the cursor knows what verify has folded before the step is left, and is the last
+        thing that ``release`` clears.
         """
-        handle, folded_by_verify = request.handle, request.folded_by_verify
+        record_slot, folded_by_verify = request.record_slot, request.folded_by_verify
         if fold:
             self._fold_home(request)
-        standing = self._backend.standing(handle.record_slot) if fold else None
-        self._backend.park(handle.record_slot, folded_by_verify)
+        payload = self._backend.checkpoint_payload(request.checkpoint_slot) if to_host else None
+        standing = self._backend.standing(record_slot) if fold else None
+        self._backend.park(record_slot, folded_by_verify)
         self._leave_step(request)
-        return Preempted(
-            request_id=handle.request_id,
-            sampling=request.sampling,
-            most_committed=request.most_committed,
-            least_committed=request.least_committed,
-            may_be_pending=request.may_be_pending and not (fold or folded_by_verify),
-            in_use=request.in_use or fold,
-            boundary_slot=request.boundary_slot,
-            moved=request.moved and not fold,
-            restored_from=request.restored_from,
-            checkpoint_slot=request.checkpoint_slot,
-            record_slot=handle.record_slot,
+        known = request.known()
+        known["may_be_pending"] &= not (fold or folded_by_verify)
+        if fold:
+            self._backend.release(record_slot)
+            known |= {"in_use": True, "boundary_slot": 0, "moved": False}
+        preempted = Preempted(
+            request_id=request.handle.request_id,
+            checkpoint_slot=None if to_host else request.checkpoint_slot,
+            record_slot=None if fold else record_slot,
             standing=standing,
+            payload=payload,
+            **known,
         )
-
-    def _put_aside(self, request: Request, preempted: Preempted) -> None:
-        """The ledger follows: what the preempted request does not keep is free."""
         self._ledger.put_aside(request, preempted)
         self._num_preemptions += 1
 

@@ -10,7 +10,6 @@ from specstate.profiling import phase
 from specstate.sampling import SamplingParams
 from specstate.trace.schema import Published
 from specstate.transfer import read_file, snapshot, write_file
-from specstate.transfer.snapshot import request_header
 from specstate.validation import check_flag
 
 
@@ -31,7 +30,7 @@ class Files(Core):
         request = self._requests.of(handle)
         self._refuse_between_verifies("export", request)
         image = self._backend.export_image(request.record_slot, request.folded_by_verify, fold)
-        write_file(file, request_header(self.config, request, image), [image])
+        write_file(file, snapshot.request_header(self.config, request, image), [image])
         self._record("export", handle=handle, fold=fold)
 
     @phase("specstate::import_request")

@@ -45,7 +45,7 @@ class Lives(Core):
         self._ledger.require(1, 1, f"no slot for request {request_id!r}")
         with self._ledger.new_lives(self._backend, [request_id]) as ([handle], [checkpoint_slot]):
             self._backend.admit(checkpoint_slot, handle.record_slot, handle.generation, sampling.columns())
-        self._requests.add(Request(handle, checkpoint_slot, sampling))
+        self._requests.add(Request(handle, checkpoint_slot, sampling=sampling))
         self._record("admit", handle=handle, checkpoint_slot=checkpoint_slot, sampling=sampling)
         return handle
 
@@ -113,7 +113,7 @@ class Lives(Core):
             for new, slot, params in zip(handles, slots, checked, strict=True):
                 self._backend.attach(slot, new.record_slot, new.generation, standing, params.columns())
         for new, slot, params in zip(handles, slots, checked, strict=True):
-            fork = Request(new, slot, params, in_use=True)
+            fork = Request(new, slot, sampling=params, in_use=True)
             fork.most_committed, fork.least_committed = source.most_committed, source.least_committed
             self._requests.add(fork)
         self._record(
@@ -136,11 +136,7 @@ class Lives(Core):
         check_flag("fold", fold)
         request = self._requests.of(handle)
         self._refuse_between_verifies("preempt", request)
-        preempted = self._stop(request, fold)
-        if fold:
-            self._backend.release(handle.record_slot)
-            preempted.record_slot, preempted.boundary_slot = None, 0
-        self._put_aside(request, preempted)
+        self._put_aside(request, fold)
         self._record("preempt", handle=handle, fold=fold)
 
     @phase("specstate::retract")
@@ -151,14 +147,7 @@ class Lives(Core):
         """
         request = self._requests.of(handle)
         self._refuse_between_verifies("retract", request)
-        self._fold_home(request)
-        payload = self._backend.checkpoint_payload(request.checkpoint_slot)  # first, since it may find no memory
-        preempted = self._stop(request, fold=True)
-        self._backend.release(handle.record_slot)
-        preempted.payload = payload
-        preempted.record_slot = preempted.checkpoint_slot = None
-        preempted.boundary_slot = 0
-        self._put_aside(request, preempted)
+        self._put_aside(request, fold=True, to_host=True)
         self._record("retract", handle=handle)
 
     @phase("specstate::resume")
@@ -183,20 +172,7 @@ class Lives(Core):
             else:
                 self._backend.unpark(record_slot, handle.generation)
         self._preempted.remove(preempted)
-        self._requests.add(
-            Request(
-                handle,
-                checkpoint_slot,
-                preempted.sampling,
-                may_be_pending=preempted.may_be_pending,
-                in_use=preempted.in_use,
-                most_committed=preempted.most_committed,
-                least_committed=preempted.least_committed,
-                boundary_slot=preempted.boundary_slot,
-                moved=preempted.moved,
-                restored_from=preempted.restored_from,
-            )
-        )
+        self._requests.add(Request(handle=handle, checkpoint_slot=checkpoint_slot, **preempted.known()))
         self._record("resume", handle=handle, checkpoint_slot=checkpoint_slot)
         return handle
 

@@ -95,7 +95,7 @@ class Looking(Core):
             accepted_per_position=accepted_per_position,
             folds=counted.folds,
             pending_rows=sum(
-                cursor.pending_len > 0 and not request.folded_by_verify
+                cursor.settled(request.folded_by_verify).pending_len > 0
                 for request, cursor in zip(self._requests, cursors, strict=True)
             ),
             late_ends_dropped=counted.dropped_ends,
@@ -122,7 +122,7 @@ class Looking(Core):
         requests = sorted(self._requests, key=lambda request: request.handle.request_id)
         cursors = self._backend.cursors([request.record_slot for request in requests])
         for request, cursor in zip(requests, cursors, strict=True):
-            lens = cursor.committed_len, 0 if request.folded_by_verify else cursor.pending_len
+            lens = cursor.committed_len, cursor.settled(request.folded_by_verify).pending_len
             lines.append([*dataclasses.astuple(request.handle), cursor.checkpoint_slot, *lens])
             if request.boundary_slot:
                 lines.append([request.boundary_slot, cursor.boundary_len])

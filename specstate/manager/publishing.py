@@ -28,13 +28,12 @@ class Publishing(Core):
         key = PrefixKey.of(key)
         self._refuse_between_verifies("publish", request)
         prefixes = self._ledger.prefixes
-        if key in prefixes:
-            prefixes.touch(key)
+        prefix = prefixes.get(key)
+        if prefix is None:
+            prefix = prefixes.add(key, self._take_state(request, key.num_tokens))
         else:
-            prefixes.add(key, self._take_state(request, key.num_tokens))
-        published = prefixes.get(key)
-        assert published is not None
-        self._record("publish", handle=handle, key=key, checkpoint_slot=published.checkpoint_slot)
+            prefixes.touch(key)
+        self._record("publish", handle=handle, key=key, checkpoint_slot=prefix.checkpoint_slot)
 
     def published(self) -> dict[PrefixKey, int]:
         """The published keys and the checkpoint slots of their states: those in use, then those that nobody uses, in
@@ -73,7 +72,7 @@ class Publishing(Core):
             prefixes.leave(prefix)
             raise
         prefixes.hits += 1
-        request = Request(handle, checkpoint_slot, sampling, in_use=True, restored_from=prefix)
+        request = Request(handle, checkpoint_slot, sampling=sampling, in_use=True, restored_from=prefix)
         request.stands_at(key.num_tokens)
         self._requests.add(request)
         self._record("restore", handle=handle, key=key, checkpoint_slot=checkpoint_slot, sampling=sampling)
@@ -115,8 +114,9 @@ class Publishing(Core):
 
     def _take_state(self, request: Request, position: int) -> int:
         """A checkpoint slot that nobody else owns, with the request's state at ``position``. Waits for the device."""
-        record_slot, cursor = request.handle.record_slot, self._backend.cursor(request.handle.record_slot)
-        checkpoint_len = cursor.committed_len if request.folded_by_verify else cursor.checkpoint_len
+        record_slot = request.record_slot
+        cursor = self._backend.cursor(record_slot).settled(request.folded_by_verify)
+        checkpoint_len = cursor.checkpoint_len
         at_boundary = request.boundary_slot != 0 and position == cursor.boundary_len
         if not at_boundary and position not in (checkpoint_len, cursor.committed_len):
             held = {checkpoint_len, cursor.committed_len, *([cursor.boundary_len] if cursor.boundary_len else [])}

@@ -58,7 +58,8 @@ class Stepping(Core):
             capture.check_free(metadata.num_entries, where)
             if blocks is not None:
                 raise SpecStateError(f"block_table: the graph of {shape} reads the one it was captured with{where}")
-        by_table = (blocks if capture is None else capture.rows.blocks) is not None
+        used = blocks if capture is None else capture.rows.blocks
+        by_table = used is not None
         if self._debug:
             self._check_step(requests)
             if blocks is not None:
@@ -83,7 +84,6 @@ class Stepping(Core):
             again = functools.partial(self._check_lines, metadata, blocks, where)
             host = host._replace(checks=(*host.checks, again))
         step = Step(index, metadata, requests, shape, rows, host, capture)
-        used = blocks if capture is None else capture.rows.blocks
         table, stated = (None, None) if used is None else used
         pad_to = None if pad_to is None else shape
         self._record("begin_step", step=index, metadata=metadata, pad_to=pad_to, block_table=table, positions=stated)

@@ -12,7 +12,7 @@ from specstate.metadata import Handle
 from specstate.prefixes import PrefixKey
 from specstate.replay.checks import Checks, Differs
 from specstate.replay.files import OracleFiles
-from specstate.replay.model import MAX_LOADED_LEN, Expected, Life, Model
+from specstate.replay.model import Expected, Life, Model, check_loaded_len
 from specstate.replay.steps import OpenStep, Verifier
 from specstate.trace.schema import (
     Admit,
@@ -140,11 +140,7 @@ class Driver:
         life = self._life(event.handle)
         states = None
         if self._payloads:
-            if event.committed_len > MAX_LOADED_LEN:
-                raise TraceError(
-                    f"a load at {event.committed_len} tokens is beyond the {MAX_LOADED_LEN} that a replay recomputes; "
-                    "backend 'metadata' replays it without payloads"
-                )
+            check_loaded_len("a load", event.committed_len)
             life.layers = self._model.loaded(life, event.committed_len)
             states = [self._as_stored(expected) for expected in life.layers]
             if event.in_place:

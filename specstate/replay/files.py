@@ -12,8 +12,8 @@ from specstate.kernels.reference import inverse_norm
 from specstate.metadata import Handle
 from specstate.prefixes import PrefixKey
 from specstate.replay.inputs import token_inputs
-from specstate.replay.model import MAX_LOADED_LEN, Expected, Life, Model
-from specstate.trace.schema import Recover, TraceError
+from specstate.replay.model import Expected, Life, Model, check_loaded_len
+from specstate.trace.schema import Recover
 from specstate.transfer import ImageEntry, PublishedEntry, RequestEntry, TransferHeader, write_file
 from specstate.validation import DTYPES
 
@@ -77,11 +77,8 @@ class OracleFiles:
 
     def _bring(self, life: Life, entry: ImageEntry) -> RequestImage:
         committed_len = entry.checkpoint_len + entry.pending_len
-        if self._payloads and committed_len > MAX_LOADED_LEN:
-            raise TraceError(
-                f"a request at {committed_len} tokens is beyond the {MAX_LOADED_LEN} that a replay recomputes; backend "
-                "'metadata' replays it without payloads"
-            )
+        if self._payloads:
+            check_loaded_len("a request", committed_len)
         life.finished = entry.finished
         life.stood.clear()
         life.stood[entry.checkpoint_len] = life.layers

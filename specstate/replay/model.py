@@ -25,6 +25,7 @@ from specstate.metadata import Handle
 from specstate.oracle import Oracle, OracleState
 from specstate.params import LayerParams
 from specstate.replay.inputs import TokenInputs, layer_params, life_key, token_inputs
+from specstate.trace.schema import TraceError
 from specstate.validation import DTYPES
 
 #: Of a sum of squares of independent errors: beyond it is no accident.
@@ -208,6 +209,15 @@ class Model:
             for move, size in zip(moves, sizes, strict=True)
         )
         return float((query[0] / query[1]).max()), float((key[0] / key[1]).max()), float(value[0].max())
+
+
+def check_loaded_len(what: str, committed_len: int) -> None:
+    """Raises TraceError when ``what`` stands at more tokens than a replay recomputes."""
+    if committed_len > MAX_LOADED_LEN:
+        raise TraceError(
+            f"{what} at {committed_len} tokens is beyond the {MAX_LOADED_LEN} that a replay recomputes; backend "
+            "'metadata' replays it without payloads"
+        )
 
 
 def _norm(per_head: torch.Tensor) -> float:

@@ -110,7 +110,7 @@ def bring_request(
         backend.import_image(checkpoint_slot, handle.record_slot, handle.generation, image, sampling.columns())
         if folds:
             backend.flush(backend.begin(flush_batch([(handle, checkpoint_slot)]), ""))
-    request = Request(handle, checkpoint_slot, sampling, in_use=True, restored_from=prefix)
+    request = Request(handle, checkpoint_slot, sampling=sampling, in_use=True, restored_from=prefix)
     request.may_be_pending = image.pending_len > 0 and not folds
     request.stands_at(image.committed_len)
     if prefix is not None:
@@ -149,10 +149,7 @@ def _preempted(entry: RequestEntry, image: RequestImage, ledger: Ledger, backend
         sampling=entry.sampling,
         most_committed=image.committed_len,
         least_committed=image.committed_len,
-        may_be_pending=False,
         in_use=True,
-        boundary_slot=0,
-        moved=False,
         restored_from=prefix,
         checkpoint_slot=None,
         record_slot=None,
