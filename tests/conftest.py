@@ -1,4 +1,4 @@
-"""Settings of every test: no GPU, no gpu tests, and Triton interpreted; hypothesis repeats itself in CI."""
+"""Settings of every test: no GPU, no gpu and hopper tests, and Triton interpreted; hypothesis repeats itself in CI."""
 
 import os
 
@@ -21,8 +21,10 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    on_gpu = torch.cuda.is_available()
+    on_hopper = on_gpu and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("hopper") and not on_hopper:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device of compute capability 9.0"))

@@ -30,6 +30,14 @@ def make_config(**changes: Any) -> StateConfig:
     return StateConfig(layer=KDALayerSpec(**spec), **rest)
 
 
+def widened(path: str | None, /, **sizes: Any) -> dict[str, Any]:
+    """``sizes``, with head dimensions that kernels ``path`` cover: under "hopper" K is 128, V a multiple of 64."""
+    if path == "hopper":
+        assert sizes["head_k_dim"] <= 128
+        sizes |= {"head_k_dim": 128, "head_v_dim": -(-sizes["head_v_dim"] // 64) * 64}
+    return sizes
+
+
 def make_params(config: StateConfig, seed: int = 0, device: str | torch.device = "cpu") -> list[LayerParams]:
     """Random parameters of usual size: rates around 1, decays that matter within a window."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,7 +1,8 @@
 """Where the kernel tests run: on the GPU, or without one on a CPU under Triton's interpreter.
 
 The root conftest has set TRITON_INTERPRET before anything could import triton. Tests too large for the interpreter are
-marked ``gpu``. One thread: the interpreter's tensors are small, and a second thread only waits for the first.
+marked ``gpu``. What takes ``path`` runs on each set of kernels; those for Hopper GPUs are not interpreted, and tests on
+them are marked ``hopper``. One thread: the interpreter's tensors are small, and a second one only waits for the first.
 """
 
 import os
@@ -17,6 +18,12 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="session")
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(params=["portable", pytest.param("hopper", marks=pytest.mark.hopper)])
+def path(request: pytest.FixtureRequest) -> str:
+    """The kernels that a test runs on, as StateConfig.path has them."""
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True, scope="package")

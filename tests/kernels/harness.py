@@ -1,4 +1,4 @@
-"""The Triton kernels beside the reference in float64, over storages of equal content, without a manager.
+"""The Triton and Gluon kernels beside the reference in float64, over storages of equal content, without a manager.
 
 Everything that no row of a step owns is NaN: the null slot, the scratch row, spare slots, ring entries that hold no
 record. A kernel that reads what it should not shows NaN, one that writes what it should not shows in ``changed``.
@@ -20,7 +20,7 @@ from specstate.kernels.portable import PortableKernels
 from specstate.kernels.reference import ReferenceKernels, inverse_norm
 from specstate.storage import Storage
 from specstate.validation import DTYPES
-from tests.factories import LayerInputs, make_config, make_inputs, make_params
+from tests.factories import LayerInputs, make_config, make_inputs, make_params, widened
 
 #: Unit roundoff, the largest relative error of rounding once.
 ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -54,9 +54,22 @@ class Row:
 
 
 def small_config(**changes: Any) -> StateConfig:
-    """One layer and head of 16 x 16 in float32, no conv, window of 4: what the interpreter is quick with."""
+    """One layer and head of 16 x 16 in float32, no conv, window of 4: what the interpreter is quick with.
+
+    Under path "hopper" head dimensions are those that it covers, whatever ``changes`` say.
+    """
     sizes = {"num_layers": 1, "num_heads": 1, "head_k_dim": 16, "head_v_dim": 16, "conv_kernel_size": None}
-    return make_config(**{**sizes, "checkpoint_dtype": "float32", "activation_dtype": "float32", **changes})
+    dtypes = {"checkpoint_dtype": "float32", "activation_dtype": "float32"}
+    return make_config(**widened(changes.get("path"), **{**sizes, **dtypes, **changes}))
+
+
+def kernels_of(config: StateConfig) -> type[PortableKernels]:
+    """The kernels that the config pins; portable ones where it pins none."""
+    if config.path == "hopper":
+        from specstate.kernels.hopper import HopperKernels  # only where a GPU can run them
+
+        return HopperKernels
+    return PortableKernels
 
 
 def to_cpu(params: list[LayerParams]) -> tuple[LayerParams, ...]:
@@ -105,7 +118,7 @@ class Rig:
         self.storage = Storage(self.config, torch.device(device), storage)
         self.exact_storage = Storage(exact, torch.device("cpu"))
         self._fill(seed)
-        self.kernels = PortableKernels(self.config, tuple(self.params), self.storage)
+        self.kernels = kernels_of(self.config)(self.config, tuple(self.params), self.storage)
         self.exact = ReferenceKernels(exact, to_cpu(self.params), self.exact_storage)
         self.device = device
 

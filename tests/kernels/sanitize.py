@@ -1,7 +1,7 @@
 """Every kernel a few times over on a GPU, small and without pytest, for a memory checker to watch.
 
 compute-sanitizer --tool memcheck python -m tests.kernels.sanitize
-compute-sanitizer --tool racecheck python -m tests.kernels.sanitize
+compute-sanitizer --tool racecheck python -m tests.kernels.sanitize hopper
 """
 
 import sys
@@ -9,15 +9,15 @@ import sys
 import torch
 
 from specstate import PrefixKey, SamplingParams, StepMetadata
-from tests.factories import POLICIES, make_config, make_inputs, make_manager, make_twin, run_step, verify_all
+from tests.factories import POLICIES, make_config, make_inputs, make_manager, make_twin, run_step, verify_all, widened
 
 
-def main() -> int:
+def main(path: str = "portable") -> int:
     for policy in POLICIES:
         config = make_config(
+            path=path,
             fold_policy=policy,
-            head_k_dim=24,
-            head_v_dim=40,
+            **widened(path, head_k_dim=24, head_v_dim=40),
             checkpoint_dtype="float32",
             activation_dtype="bfloat16" if policy == "ring" else "float32",
         )
@@ -43,25 +43,25 @@ def main() -> int:
         step = manager.begin_step(metadata, pad_to=(4, 8))
         step.flush()
         for layer, tensors in enumerate(inputs):
-            u = torch.randn(8, 2, 40, device="cuda")
+            u = torch.randn(8, 2, config.layer.head_v_dim, device="cuda")
             step.write_records(layer, u, torch.randn_like(tensors.raw_gate), tensors.raw_gate, tensors.qkv)
         step.commit(torch.tensor([2, 0], device="cuda"))
         manager.check_integrity()
         print(policy, "done", flush=True)
         for tabled in (False, True):
-            boundaries(policy, tabled)
+            boundaries(path, policy, tabled)
         print(policy, "with boundaries done", flush=True)
     return 0
 
 
-def boundaries(policy: str, tabled: bool) -> None:
+def boundaries(path: str, policy: str, tabled: bool) -> None:
     """Boundary checkpoints in own slots or by a table, wrong entries among them; then publish, restore and the like."""
     config = make_config(
+        path=path,
         fold_policy=policy,
         max_requests=5,
         num_checkpoints=24,
-        head_k_dim=24,
-        head_v_dim=40,
+        **widened(path, head_k_dim=24, head_v_dim=40),
         checkpoint_dtype="float32",
         activation_dtype="float32",
         block_size=5,
@@ -93,4 +93,4 @@ def boundaries(policy: str, tabled: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

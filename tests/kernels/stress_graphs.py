@@ -1,6 +1,6 @@
-"""Thousands of steps by CUDA graphs over the Triton kernels, with random lives around them, against float64.
+"""Thousands of steps by CUDA graphs over one path's kernels, with random lives around them, against float64.
 
-    python -m tests.kernels.stress_graphs --steps 10000
+    python -m tests.kernels.stress_graphs --steps 10000 --path hopper
 
 One manager a fold policy, in turn. Every step begins into a captured size: graphs that defer or commit, and graphs
 without an end, whose steps are ended late, after others of disjoint rows. Accepted counts are made on the device; the
@@ -25,7 +25,7 @@ import torch
 
 from specstate import CapacityError, Handle, PrefixKey, SpecStateError, StateConfig, StateManager, StepMetadata
 from specstate.step import Step
-from tests.factories import POLICIES, LayerInputs, make_config, make_inputs, make_params, verify_all
+from tests.factories import POLICIES, LayerInputs, make_config, make_inputs, make_params, verify_all, widened
 
 BLOCK_SIZE = 7
 BANK = 4096
@@ -200,13 +200,13 @@ def random_counts(step: Step, noise: torch.Tensor, longest: int) -> torch.Tensor
 class World:
     """One manager, its graphs, and what its requests have committed."""
 
-    def __init__(self, policy: str, scale: Scale, seed: int, device: str) -> None:
+    def __init__(self, policy: str, scale: Scale, seed: int, device: str, path: str = "portable") -> None:
         self.config = make_config(
+            path=path,
             fold_policy=policy,
             num_layers=2,
             num_heads=2,
-            head_k_dim=32,
-            head_v_dim=32,
+            **widened(path, head_k_dim=32, head_v_dim=32),
             conv_kernel_size=4,
             checkpoint_dtype="float32",
             activation_dtype="float32",
@@ -601,7 +601,7 @@ BETWEEN: dict[str, tuple[Callable[[World], bool], float]] = {
 }
 
 
-def run(steps: int, seed: int, device: str, scale: Scale) -> tuple[list[World], str | None]:
+def run(steps: int, seed: int, device: str, scale: Scale, path: str = "portable") -> tuple[list[World], str | None]:
     """``steps`` in all, a third under each policy; what failed, or None."""
     from tests.kernels.harness import AIM  # imports triton, which must know by then whether to interpret
 
@@ -610,7 +610,7 @@ def run(steps: int, seed: int, device: str, scale: Scale) -> tuple[list[World], 
     index = 0
     try:
         for policy in POLICIES:
-            worlds.append(World(policy, scale, seed, device))
+            worlds.append(World(policy, scale, seed, device, path))
         for index in range(steps):
             worlds[index % len(worlds)].step()
             if (index + 1) % scale.steps_between_checks == 0:
@@ -628,6 +628,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="10000 by default, 48 under the interpreter")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--path", default="portable", help="kernels that run: portable (the default) or hopper")
     parser.add_argument("--interpret-smoke", action="store_true", help="no graphs, on the CPU, also where a GPU is")
     options = parser.parse_args()
     interpreted = options.interpret_smoke or not torch.cuda.is_available()
@@ -636,7 +637,8 @@ def main() -> int:
         torch.set_num_threads(1)
     steps = options.steps or (48 if interpreted else 10_000)
     started = time.perf_counter()
-    worlds, failure = run(steps, options.seed, *(("cpu", INTERPRETED) if interpreted else ("cuda", ON_GPU)))
+    where = ("cpu", INTERPRETED) if interpreted else ("cuda", ON_GPU)
+    worlds, failure = run(steps, options.seed, *where, options.path)
     seconds = time.perf_counter() - started
     done: Counter[str] = sum((world.done for world in worlds), Counter())
     for name, count in sorted(done.items()):

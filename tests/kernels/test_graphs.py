@@ -19,16 +19,34 @@ from specstate import (
 )
 from specstate.metadata import Handle
 from specstate.step import Step
-from tests.factories import POLICIES, LayerInputs, make_config, make_inputs, make_manager, make_twin, verify_all
+from tests.factories import (
+    POLICIES,
+    LayerInputs,
+    make_config,
+    make_inputs,
+    make_manager,
+    make_twin,
+    verify_all,
+    widened,
+)
 from tests.kernels.harness import no_waits
 
 VOCAB = 11
 
 
-def config_of(policy: str, **changes: Any) -> StateConfig:
+#: Backend "reference" has one path, of its own name.
+PATHS = ["portable", pytest.param("hopper", marks=pytest.mark.hopper), "reference"]
+
+
+def config_of(path: str, policy: str, **changes: Any) -> StateConfig:
     sizes = {"num_heads": 2, "head_k_dim": 32, "head_v_dim": 48, "max_requests": 4, "max_query_len": 4}
     dtypes = {"checkpoint_dtype": "float32", "activation_dtype": "bfloat16"}
-    return make_config(fold_policy=policy, **sizes, **dtypes, **changes)
+    return make_config(**widened(path, path=path, fold_policy=policy, **sizes, **dtypes, **changes))
+
+
+def manager_of(config: StateConfig) -> StateManager:
+    backend = "reference" if config.path == "reference" else "triton"
+    return make_manager(config, "cuda", backend=backend, debug=False)
 
 
 def test_capture_is_refused_without_a_gpu() -> None:
@@ -94,12 +112,12 @@ def windows(config: StateConfig, tokens: int, seed: int) -> tuple[list[LayerInpu
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_replays_give_the_bits_of_eager_steps(policy: str, backend: str) -> None:
-    config = config_of(policy)
-    eager = make_manager(config, "cuda", backend=backend, debug=False)
-    captured = make_manager(config, "cuda", backend=backend, debug=False)
+def test_replays_give_the_bits_of_eager_steps(policy: str, path: str) -> None:
+    config = config_of(path, policy)
+    eager = manager_of(config)
+    captured = manager_of(config)
     graph = Graph(captured, rows=4, tokens=12)
     rng = random.Random(1)
     pairs: dict[str, tuple[Handle, Handle]] = {}
@@ -148,13 +166,13 @@ def test_replays_give_the_bits_of_eager_steps(policy: str, backend: str) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("keeps", ["own slots", "block table"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_replays_keep_the_boundaries_of_eager_steps(policy: str, keeps: str, backend: str) -> None:
+def test_replays_keep_the_boundaries_of_eager_steps(policy: str, keeps: str, path: str) -> None:
     """Every checkpoint slot has the same bits, though lines of the captured table move and change from step to step."""
-    config, width, lines = config_of(policy, block_size=5, num_checkpoints=28), 4, 5
-    managers = [make_manager(config, "cuda", backend=backend, debug=False) for _ in range(2)]
+    config, width, lines = config_of(path, policy, block_size=5, num_checkpoints=28), 4, 5
+    managers = [manager_of(config) for _ in range(2)]
     table = torch.zeros(lines, width, dtype=torch.int32, device="cuda")
     positions = torch.zeros(lines, dtype=torch.int32, device="cuda")
     blocks = {"block_table": table, "positions": positions} if keeps == "block table" else {}
@@ -216,9 +234,9 @@ def test_replays_keep_the_boundaries_of_eager_steps(policy: str, keeps: str, bac
 
 
 @pytest.mark.gpu
-def test_a_captured_table_is_the_only_one() -> None:
-    config = config_of("ring", block_size=4, num_checkpoints=8)
-    manager = make_manager(config, "cuda", backend="triton", debug=False)
+def test_a_captured_table_is_the_only_one(path: str) -> None:
+    config = config_of(path, "ring", block_size=4, num_checkpoints=8)
+    manager = manager_of(config)
     slots = torch.tensor([manager.reserve_checkpoints(2)], dtype=torch.int32, device="cuda")
     blocks = {"block_table": slots, "positions": torch.zeros(1, dtype=torch.int32, device="cuda")}
     graph = Graph(manager, rows=2, tokens=8, blocks=blocks)
@@ -235,9 +253,9 @@ def test_a_captured_table_is_the_only_one() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_captured_step_may_end_outside_of_the_graph_and_late(policy: str) -> None:
-    config = config_of(policy)
-    manager = make_manager(config, "cuda", backend="triton", debug=False)
+def test_a_captured_step_may_end_outside_of_the_graph_and_late(policy: str, path: str) -> None:
+    config = config_of(path, policy)
+    manager = manager_of(config)
     graph = Graph(manager, rows=2, tokens=8, end="verify")
     first, second = manager.admit("a"), manager.admit("b")
     steps = []
@@ -261,8 +279,8 @@ def test_a_captured_step_may_end_outside_of_the_graph_and_late(policy: str) -> N
 
 
 @pytest.mark.gpu
-def test_a_staged_step_blocks_its_buffers_until_it_is_replayed_or_cancelled() -> None:
-    manager = make_manager(config_of("ring"), "cuda", backend="triton", debug=False)
+def test_a_staged_step_blocks_its_buffers_until_it_is_replayed_or_cancelled(path: str) -> None:
+    manager = manager_of(config_of(path, "ring"))
     graph = Graph(manager, rows=2, tokens=8)
     a, b = manager.admit("a"), manager.admit("b")
     step = graph.begin(StepMetadata(handles=(a,), query_lens=(2,)))
@@ -277,9 +295,9 @@ def test_a_staged_step_blocks_its_buffers_until_it_is_replayed_or_cancelled() ->
 
 
 @pytest.mark.gpu
-def test_a_release_before_the_replay_nulls_the_row() -> None:
-    config = config_of("deferred")
-    manager = make_manager(config, "cuda", backend="triton", debug=False)
+def test_a_release_before_the_replay_nulls_the_row(path: str) -> None:
+    config = config_of(path, "deferred")
+    manager = manager_of(config)
     graph = Graph(manager, rows=2, tokens=8)
     a, b = manager.admit("a"), manager.admit("b")
     step = graph.begin(StepMetadata(handles=(a, b), query_lens=(2, 3)))
@@ -295,10 +313,10 @@ def test_a_release_before_the_replay_nulls_the_row() -> None:
 
 
 @pytest.mark.gpu
-def test_a_flush_between_begin_step_and_replay_is_not_folded_twice() -> None:
-    config = config_of("deferred")
-    manager = make_manager(config, "cuda", backend="triton", debug=False)
-    other = make_manager(config, "cuda", backend="triton", debug=False)
+def test_a_flush_between_begin_step_and_replay_is_not_folded_twice(path: str) -> None:
+    config = config_of(path, "deferred")
+    manager = manager_of(config)
+    other = manager_of(config)
     graph = Graph(manager, rows=1, tokens=4)
     for seed in range(3):
         inputs, logits, drafts = windows(config, 4, seed)
@@ -320,12 +338,13 @@ def test_a_flush_between_begin_step_and_replay_is_not_folded_twice() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_capture_allocates_nothing(policy: str) -> None:
+def test_a_capture_allocates_nothing(policy: str, path: str) -> None:
     """With outputs of the caller's own: not in any call, nor for counts and masks of the caller's own."""
-    manager = make_manager(config_of(policy), "cuda", backend="triton", debug=False)
+    manager = manager_of(config_of(path, policy))
     manager.warmup(captures=4)  # of the largest size, as below
     inputs, logits, drafts = windows(manager.config, 16, 0)
-    outs = [torch.empty(16, 2, 48, dtype=torch.bfloat16, device="cuda") for _ in inputs]
+    v_dim = manager.config.layer.head_v_dim
+    outs = [torch.empty(16, 2, v_dim, dtype=torch.bfloat16, device="cuda") for _ in inputs]
     counts = torch.ones(4, dtype=torch.int64, device="cuda")
     mask = torch.zeros(4, dtype=torch.bool, device="cuda")
 
@@ -345,8 +364,8 @@ def test_a_capture_allocates_nothing(policy: str) -> None:
 
 
 @pytest.mark.gpu
-def test_captures_beyond_what_warmup_made_are_refused() -> None:
-    manager = make_manager(config_of("ring"), "cuda", backend="triton", debug=False)
+def test_captures_beyond_what_warmup_made_are_refused(path: str) -> None:
+    manager = manager_of(config_of(path, "ring"))
     manager.warmup(captures=1)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         manager.capture_step(4, 16)
@@ -356,17 +375,17 @@ def test_captures_beyond_what_warmup_made_are_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("keeps", ["nothing", "own slots", "block table"])
-def test_nothing_waits_compiles_or_allocates_once_warm(keeps: str) -> None:
+def test_nothing_waits_compiles_or_allocates_once_warm(keeps: str, path: str) -> None:
     """100 steps of decode by graph and by hand, while a wait for the device is an error."""
-    config = config_of("ring", block_size=None if keeps == "nothing" else 4, num_checkpoints=16)
-    manager = make_manager(config, "cuda", backend="triton", debug=False)
+    config = config_of(path, "ring", block_size=None if keeps == "nothing" else 4, num_checkpoints=16)
+    manager = manager_of(config)
     slots = torch.tensor(manager.reserve_checkpoints(8), dtype=torch.int32, device="cuda").view(2, 4)
     blocks = {"block_table": slots, "positions": torch.zeros(2, dtype=torch.int32, device="cuda")}
     given = blocks if keeps == "block table" else {}
     graph = Graph(manager, rows=2, tokens=8, blocks=given)
     handles = (manager.admit("a"), manager.admit("b"))
     inputs, logits, drafts = windows(config, 8, 0)
-    outs = [torch.empty(8, 2, 48, dtype=torch.bfloat16, device="cuda") for _ in inputs]
+    outs = [torch.empty(8, 2, config.layer.head_v_dim, dtype=torch.bfloat16, device="cuda") for _ in inputs]
     with no_waits():
         for i in range(100):
             metadata = StepMetadata(handles=handles, query_lens=(4, 4))

@@ -16,16 +16,16 @@ def test_steps_by_hand() -> None:
 
 
 @pytest.mark.gpu
-def test_steps_by_graph() -> None:
-    worlds, failure = stress_graphs.run(300, 1, "cuda", stress_graphs.ON_GPU)
+def test_steps_by_graph(path: str) -> None:
+    worlds, failure = stress_graphs.run(300, 1, "cuda", stress_graphs.ON_GPU, path)
     assert failure is None
     done = [world.done for world in worlds]
     assert all(counts[f"step: {end}"] > 0 for counts in done for end in ("defer", "commit", "verify"))
 
 
-def test_a_wrong_state_is_found(device: str) -> None:
+def test_a_wrong_state_is_found(path: str, device: str) -> None:
     """One layer of a checkpoint moves by a hundredth, behind the manager's back."""
-    world = stress_graphs.World("eager", stress_graphs.INTERPRETED, 0, device)
+    world = stress_graphs.World("eager", stress_graphs.INTERPRETED, 0, device, path)
     world.step()
     world.check(10 * AIM)
     [slot, *_] = world.manager.checkpoint_slots([world.lives[0].handle]).tolist()

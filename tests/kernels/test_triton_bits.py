@@ -8,19 +8,29 @@ from typing import Any
 import pytest
 import torch
 
-from specstate import StateManager, StepMetadata
+from specstate import Handle, StateManager, StepMetadata
 from specstate.validation import DTYPES
 from tests.factories import POLICIES, LayerInputs, make_inputs, make_manager, make_params, raw_bytes, verify_all
 from tests.kernels.harness import small_config, snapshot
+from tests.kernels.test_graphs import Graph
 
 LARGE = {"num_heads": 4, "head_k_dim": 128, "head_v_dim": 128, "max_query_len": 8}
 SIZES = [
-    pytest.param({"head_k_dim": 24, "max_query_len": 3}, id="H 1, K 24, V 16, T 3"),
-    pytest.param(LARGE, id="H 4, K 128, V 128, T 8", marks=pytest.mark.gpu),
+    pytest.param("portable", {"head_k_dim": 24, "max_query_len": 3}, id="portable, H 1, K 24, V 16, T 3"),
+    pytest.param("portable", LARGE, id="portable, H 4, K 128, V 128, T 8", marks=pytest.mark.gpu),
     pytest.param(
+        "portable",
         {"num_heads": 2, "head_k_dim": 256, "head_v_dim": 192, "max_query_len": 16},
-        id="H 2, K 256, V 192, T 16",
+        id="portable, H 2, K 256, V 192, T 16",
         marks=pytest.mark.gpu,
+    ),
+    pytest.param("hopper", {"max_query_len": 3}, id="hopper, H 1, K 128, V 64, T 3", marks=pytest.mark.hopper),
+    pytest.param("hopper", LARGE, id="hopper, H 4, K 128, V 128, T 8", marks=pytest.mark.hopper),
+    pytest.param(
+        "hopper",
+        {"num_heads": 2, "head_v_dim": 192, "max_query_len": 16},
+        id="hopper, H 2, K 128, V 192, T 16",
+        marks=pytest.mark.hopper,
     ),
 ]
 
@@ -86,7 +96,7 @@ def states_after(way: str, manager: StateManager, counts: tuple[int, int]) -> li
     return [raw_bytes(view[slot]) for slot in slots for view in views if view is not None]
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("path", "sizes"), SIZES)
 @pytest.mark.parametrize(
     ("checkpoint", "activation", "bound"),
     [
@@ -96,11 +106,12 @@ def states_after(way: str, manager: StateManager, counts: tuple[int, int]) -> li
     ],
 )
 def test_every_way_to_fold_gives_the_same_bits(
-    checkpoint: str, activation: str, bound: float | None, sizes: dict[str, int], device: str
+    checkpoint: str, activation: str, bound: float | None, path: str, sizes: dict[str, int], device: str
 ) -> None:
     states = {}
     for policy, way in WAYS:
         config = small_config(
+            path=path,
             fold_policy=policy,
             conv_kernel_size=4,
             num_layers=2,
@@ -116,14 +127,15 @@ def test_every_way_to_fold_gives_the_same_bits(
     assert [way for way, state in states.items() if state != wanted] == []
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("path", "sizes"), SIZES)
 @pytest.mark.parametrize("checkpoint", ["float32", "bfloat16"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_boundary_checkpoint_has_the_bits_of_a_flush_there(
-    policy: str, checkpoint: str, sizes: dict[str, int], device: str
+    policy: str, checkpoint: str, path: str, sizes: dict[str, int], device: str
 ) -> None:
     """In a slot of the request's own or of a block table; and so has the checkpoint that runs on from there."""
     base = small_config(
+        path=path,
         fold_policy=policy,
         conv_kernel_size=4,
         num_layers=2,
@@ -164,12 +176,29 @@ def test_a_boundary_checkpoint_has_the_bits_of_a_flush_there(
     assert tabled[3] == beyond
 
 
-def life_of_a(policy: str, device: str, company: int, place: int, pad: tuple[int, int], sizes: dict[str, int]) -> Any:
-    """Request "a" over some steps among ``company`` others, in row ``place``: all that it has and gets, as bytes."""
-    config = small_config(fold_policy=policy, conv_kernel_size=4, max_requests=64, activation_dtype="bfloat16", **sizes)
+def life_of_a(
+    path: str,
+    policy: str,
+    device: str,
+    company: int,
+    place: int,
+    pad: tuple[int, int],
+    sizes: dict[str, int],
+    captured: bool = False,
+) -> list[bytes]:
+    """Request "a" over some steps among ``company`` others, in row ``place``: all that it has and gets.
+
+    captured: the steps are replays of a graph, which has room for full windows.
+    """
+    config = small_config(
+        path=path, fold_policy=policy, conv_kernel_size=4, max_requests=128, activation_dtype="bfloat16", **sizes
+    )
     manager = make_manager(config, device, backend="triton", debug=False)
     longest = config.max_query_len
     others = [manager.admit(f"other {i}") for i in range(company)]
+    graph = None
+    if captured:
+        graph = Graph(manager, company + 1 + pad[0], longest * (company + 1) + pad[1], end="verify")
     handle = manager.admit("a")
     seen = []
     for seed, (query_len, accepted) in enumerate([(longest, 3), (2, 2), (longest, longest), (1, 1)]):
@@ -177,47 +206,75 @@ def life_of_a(policy: str, device: str, company: int, place: int, pad: tuple[int
         rows.insert(min(place, company), handle)
         lens = [query_len if row == handle else 1 + (i + seed) % 2 for i, row in enumerate(rows)]
         start = sum(lens[: rows.index(handle)])
-        tokens = sum(lens) + pad[1]
+        tokens = sum(lens) + pad[1] if graph is None else graph.tokens
         [inputs] = make_inputs(config, tokens, 100 + seed, device)
         [own] = make_inputs(config, query_len, seed, device)
         for name in ("qkv", "raw_gate", "raw_beta"):
             getattr(inputs, name)[start : start + query_len] = getattr(own, name)
-        pad_to = (len(rows) + pad[0], tokens)
-        step = manager.begin_step(StepMetadata(handles=tuple(rows), query_lens=tuple(lens)), pad_to)
-        [output] = verify_all(step, [inputs])
+        metadata = StepMetadata(handles=tuple(rows), query_lens=tuple(lens))
+        if graph is None:
+            step = manager.begin_step(metadata, (len(rows) + pad[0], tokens))
+            [output] = verify_all(step, [inputs])
+        else:
+            graph.fill([inputs], graph.logits, graph.drafts)
+            step = graph.begin(metadata)
+            graph.graph.replay()
+            step.replayed("verify")
+            [output] = graph.outputs
         seen.append(raw_bytes(output[start : start + query_len]))
         counts = [accepted if row == handle else 1 for row in rows]
         step.defer(torch.tensor(counts, device=device))
-        layer = manager._backend.storage.layers[0]
-        slot = int(manager.checkpoint_slots([handle])[0])
-        seen += [raw_bytes(tensor[slot]) for tensor in (layer.recurrent, layer.conv)]
-        # Each ring entry was written by now, or is still the zero that it was allocated as.
-        seen += [raw_bytes(tensor[handle.record_slot]) for tensor in (layer.record_u, layer.record_key_gate)]
-        seen += [raw_bytes(tensor[handle.record_slot]) for tensor in (layer.record_inv_norm, layer.conv_ring)]
+        seen += held_by(manager, handle)
     return seen
 
 
+def held_by(manager: StateManager, handle: Handle) -> list[bytes]:
+    """What a request holds in layer 0."""
+    layer: Any = manager._backend.storage.layers[0]
+    slot = int(manager.checkpoint_slots([handle])[0])
+    held = [raw_bytes(tensor[slot]) for tensor in (layer.recurrent, layer.conv)]
+    # Each ring entry was written by now, or is still the zero that it was allocated as.
+    held += [raw_bytes(tensor[handle.record_slot]) for tensor in (layer.record_u, layer.record_key_gate)]
+    return held + [raw_bytes(tensor[handle.record_slot]) for tensor in (layer.record_inv_norm, layer.conv_ring)]
+
+
 @pytest.mark.parametrize(
-    ("company", "sizes"),
+    ("path", "company", "sizes"),
     [
-        pytest.param(3, {"head_k_dim": 24}, id="4 rows"),
-        pytest.param(63, LARGE, id="64 rows", marks=pytest.mark.gpu),
+        pytest.param("portable", 3, {"head_k_dim": 24}, id="portable, 4 rows"),
+        pytest.param("portable", 63, LARGE, id="portable, 64 rows", marks=pytest.mark.gpu),
+        *(
+            pytest.param("hopper", company, LARGE, id=f"hopper, {company + 1} rows", marks=pytest.mark.hopper)
+            for company in (7, 31, 100)
+        ),
     ],
 )
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_request_has_the_same_bits_in_any_company(
-    policy: str, company: int, sizes: dict[str, int], device: str
+    policy: str, path: str, company: int, sizes: dict[str, int], device: str
 ) -> None:
-    alone = life_of_a(policy, device, 0, 0, (0, 0), sizes)
+    """Alone, in the first row, in the middle and in the last, with padding and without."""
+    alone = life_of_a(path, policy, device, 0, 0, (0, 0), sizes)
     for place, pad in ((0, (0, 0)), (company // 2, (2, 0)), (company, (1, 5))):
-        assert life_of_a(policy, device, company, place, pad, sizes) == alone
-    assert life_of_a(policy, device, 0, 0, (7, 3), sizes) == alone
+        assert life_of_a(path, policy, device, company, place, pad, sizes) == alone
+    assert life_of_a(path, policy, device, 0, 0, (7, 3), sizes) == alone
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_has_the_same_bits_in_a_graph(policy: str, path: str, device: str) -> None:
+    """Of few rows and of many, against the same steps alone and by hand."""
+    alone = life_of_a(path, policy, device, 0, 0, (0, 0), LARGE)
+    for company, place, pad in ((0, 0, (0, 0)), (7, 3, (2, 5)), (100, 100, (0, 0))):
+        assert life_of_a(path, policy, device, company, place, pad, LARGE, captured=True) == alone, company
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_step_changes_no_byte_that_is_not_its_own(policy: str, device: str) -> None:
+def test_a_step_changes_no_byte_that_is_not_its_own(policy: str, path: str, device: str) -> None:
     """Through a manager, over whole pools, with everything unowned NaN: other requests, free slots, null, scratch."""
-    config = small_config(fold_policy=policy, conv_kernel_size=4, num_layers=2, max_requests=6, num_checkpoints=7)
+    config = small_config(
+        path=path, fold_policy=policy, conv_kernel_size=4, num_layers=2, max_requests=6, num_checkpoints=7
+    )
     manager = StateManager(config, make_params(config, device=device), device, backend="triton")
     handles = [manager.admit(name) for name in "abcd"]
     metadata = StepMetadata(handles=tuple(handles), query_lens=(4, 3, 2, 4))

@@ -37,9 +37,10 @@ def convolved(rig: Rig, row: int, window: torch.Tensor) -> tuple[torch.Tensor, t
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("taps", [2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_against_torch(dtype: str, taps: int, bias: bool, device: str) -> None:
-    config = small_config(activation_dtype=dtype, conv_kernel_size=taps, head_k_dim=96, head_v_dim=80)
-    assert config.layer.conv_channels > 256, "more than one block of channels"
+def test_against_torch(dtype: str, taps: int, bias: bool, path: str, device: str) -> None:
+    config = small_config(path=path, activation_dtype=dtype, conv_kernel_size=taps, head_k_dim=96, head_v_dim=80)
+    spec = config.layer
+    assert spec.conv_channels > 256, "more than one block of channels"
     params = make_params(config, 3, device)
     if not bias:
         params = [dataclasses.replace(layer, conv_bias=None) for layer in params]
@@ -55,7 +56,7 @@ def test_against_torch(dtype: str, taps: int, bias: bool, device: str) -> None:
         ours = rig.records(row)[0]
         assert torch.equal(ours["record_u"], ours["record_u"].to(DTYPES[dtype]).float()), "v in the activation dtype"
         got = torch.cat([ours["record_key"][0].double(), ours["record_u"][0].double()], 1)
-        exact, float32_error = exact[:, 96:], float32_error[:, 96:]
+        exact, float32_error = exact[:, spec.head_k_dim :], float32_error[:, spec.head_k_dim :]
         budget = float32_error + ROUNDOFF[dtype] * (exact.abs() + float32_error)
         if dtype == "float16":
             budget = budget + 2.0**-25  # half of its smallest number
@@ -67,9 +68,9 @@ def test_against_torch(dtype: str, taps: int, bias: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("weight", ["float32", "bfloat16", "float16"])
-def test_parameters_in_any_float_dtype(weight: str, device: str) -> None:
+def test_parameters_in_any_float_dtype(weight: str, path: str, device: str) -> None:
     """Weight and bias are read as what they are, also when they differ in dtype."""
-    config = small_config(activation_dtype="bfloat16", conv_kernel_size=4)
+    config = small_config(path=path, activation_dtype="bfloat16", conv_kernel_size=4)
     params = [
         dataclasses.replace(layer, conv_weight=layer.conv_weight.to(DTYPES[weight]))
         for layer in make_params(config, 3, device)
@@ -80,18 +81,18 @@ def test_parameters_in_any_float_dtype(weight: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("position", range(0, 14, 2))
-def test_the_ring_wraps_anywhere(position: int, device: str) -> None:
+def test_the_ring_wraps_anywhere(position: int, path: str, device: str) -> None:
     """Each place of a window in a ring of W - 1 + T entries, full and short windows."""
-    config = small_config(conv_kernel_size=4)
+    config = small_config(path=path, conv_kernel_size=4)
     rig = Rig(config, [Row(position, 0, 4), Row(position + 1, 0, 2), Row(position, 2, 1)], device)
     steps, before = rig.begin(), rig.snapshot()[0]
     check_verify(rig, rig.verify(steps, 0, rig.inputs(7)[0]))
     check_written(rig, 0, before, folds=False)
 
 
-def test_large_inputs(device: str) -> None:
+def test_large_inputs(path: str, device: str) -> None:
     """SiLU far out: 0 and x, never NaN."""
-    config = small_config(conv_kernel_size=2)
+    config = small_config(path=path, conv_kernel_size=2)
     params = [
         dataclasses.replace(layer, conv_weight=torch.ones_like(layer.conv_weight), conv_bias=None)
         for layer in make_params(config, 0, device)
@@ -99,11 +100,11 @@ def test_large_inputs(device: str) -> None:
     rig = Rig(config, [Row(0, 0, 2)], device, params=params)
     steps = rig.begin()
     inputs = rig.inputs(2)[0]
-    inputs.qkv[0] = torch.where(torch.arange(48, device=device) % 2 == 0, 1e4, -1e4)
+    inputs.qkv[0] = torch.where(torch.arange(config.layer.conv_channels, device=device) % 2 == 0, 1e4, -1e4)
     inputs.qkv[1] = 0.0
     rig.verify(steps, 0, inputs)
     keys = rig.records(0)[0]["record_key"][0]
-    even = torch.arange(16) % 2 == 0
+    even = torch.arange(config.layer.head_k_dim) % 2 == 0
     assert keys.isfinite().all()
     assert (keys[:, even] > 9e3).all()
     assert (keys[:, ~even].abs() == 0.0).all()

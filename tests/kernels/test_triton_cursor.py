@@ -33,14 +33,15 @@ def same_cursors(rig: Rig) -> None:
     assert rig.storage.counters.tolist() == rig.exact_storage.counters.tolist()
 
 
-def make(policy: str, device: str, rows: list[Row] = ROWS, block_size: int | None = None) -> Rig:
-    return Rig(small_config(fold_policy=policy, record_capacity=13, block_size=block_size), rows, device)
+def make(path: str, policy: str, device: str, rows: list[Row] = ROWS, block_size: int | None = None) -> Rig:
+    config = small_config(path=path, fold_policy=policy, record_capacity=13, block_size=block_size)
+    return Rig(config, rows, device)
 
 
 @pytest.mark.parametrize("padding", [(0, 0), (3, 0), (2, 5)], ids="{0[0]} rows, {0[1]} tokens".format)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_begin(policy: str, padding: tuple[int, int], device: str) -> None:
-    ours, theirs = make(policy, device).begin(*padding)
+def test_begin(policy: str, padding: tuple[int, int], path: str, device: str) -> None:
+    ours, theirs = make(path, policy, device).begin(*padding)
     assert torch.equal(ours.rows.cpu(), theirs.rows)
     for name in ("positions", "committed_lens", "query_start_loc", "checkpoint_slots", "record_slots"):
         got, want = getattr(ours, name), getattr(theirs, name)
@@ -48,17 +49,17 @@ def test_begin(policy: str, padding: tuple[int, int], device: str) -> None:
         assert got.tolist() == want.tolist(), name
 
 
-def test_begin_without_rows(device: str) -> None:
-    rig = make("ring", device)
+def test_begin_without_rows(path: str, device: str) -> None:
+    rig = make(path, "ring", device)
     staged = torch.tensor([0], dtype=torch.int32)
     ours, theirs = rig.begin_staged(staged, 0, 3, 0)
     assert ours.positions.tolist() == theirs.positions.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_refresh_and_null_rows(policy: str, device: str) -> None:
+def test_refresh_and_null_rows(policy: str, path: str, device: str) -> None:
     """After other hands moved the cursors; a nulled row, and one whose slot changed owner, read as 0."""
-    rig = make(policy, device)
+    rig = make(path, policy, device)
     steps = rig.begin(1)
     for storage, kernels, step in zip((rig.storage, rig.exact_storage), (rig.kernels, rig.exact), steps, strict=True):
         storage.cursors[1:, at.CURSOR_CHECKPOINT_LEN] += 5
@@ -72,10 +73,10 @@ def test_refresh_and_null_rows(policy: str, device: str) -> None:
 
 @pytest.mark.parametrize("fold", ["nobody", "everybody", "a mask"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_end(policy: str, fold: str, device: str) -> None:
+def test_end(policy: str, fold: str, path: str, device: str) -> None:
     """Counts below, inside and above their limits; masks of eager and of finished rows; the plan, and what it folds."""
     for seed in range(3):
-        rig, generator = make(policy, device), random.Random(seed)
+        rig, generator = make(path, policy, device), random.Random(seed)
         steps = rig.begin(2)
         num = len(steps[1].rows)
         counts = torch.tensor([generator.randint(-1, 6) for _ in range(num)], dtype=torch.int32)
@@ -181,11 +182,11 @@ def end_both(rig: Rig, steps: tuple[StepTensors, StepTensors], ending: Ending) -
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_random_rows_with_slots_of_their_own(policy: str, device: str) -> None:
+def test_random_rows_with_slots_of_their_own(policy: str, path: str, device: str) -> None:
     written = kept = 0
     for seed in range(12):
         rng = random.Random(seed)
-        rig = make(policy, device, random_rows(rng, 12), block_size=BLOCK_SIZE)
+        rig = make(path, policy, device, random_rows(rng, 12), block_size=BLOCK_SIZE)
         steps = rig.begin(2, 1)
         assert torch.equal(steps[0].rows.cpu(), steps[1].rows)
         assert steps[0].boundary_slots.tolist() == [rig.boundary_slot(row) for row in range(12)] + [0, 0]
@@ -198,12 +199,12 @@ def test_random_rows_with_slots_of_their_own(policy: str, device: str) -> None:
 
 @pytest.mark.parametrize("layout", ["plain", "sliced", "transposed"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_random_rows_with_a_block_table(policy: str, layout: str, device: str) -> None:
+def test_random_rows_with_a_block_table(policy: str, layout: str, path: str, device: str) -> None:
     """Entries that are no slots, lines too short, positions that are not the manager's, lines in any order."""
     written = moved = misplaced = 0
     for seed in range(12):
         rng = random.Random(seed)
-        rig = make(policy, device, random_rows(rng, 12), block_size=BLOCK_SIZE)
+        rig = make(path, policy, device, random_rows(rng, 12), block_size=BLOCK_SIZE)
         blocks, entries = random_blocks(rng, rig, layout)
         steps = rig.begin(2, 1, blocks, entries)
         assert torch.equal(steps[0].rows.cpu(), steps[1].rows)
@@ -228,10 +229,10 @@ def _earlier(rig: Rig) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tabled", [False, True], ids=["own slots", "block table"])
-def test_a_boundary_is_written_where_it_is_reached_or_crossed(tabled: bool, device: str) -> None:
+def test_a_boundary_is_written_where_it_is_reached_or_crossed(tabled: bool, path: str, device: str) -> None:
     """Before it, exactly at it, and past it: slots, counts and positions by hand."""
     rows = [Row(2, 1, 4, own=True), Row(2, 1, 4, own=True), Row(2, 1, 4, own=True), Row(5, 1, 4, own=True)]
-    rig = make("ring", device, rows, block_size=BLOCK_SIZE)
+    rig = make(path, "ring", device, rows, block_size=BLOCK_SIZE)
     spare = 2 * len(rows) + 3
     table = torch.arange(spare, spare + 8, dtype=torch.int32).view(4, 2)
     blocks = BlockTable(table, torch.tensor([3, 3, 3, 6], dtype=torch.int32)) if tabled else None
@@ -256,11 +257,11 @@ def test_a_boundary_is_written_where_it_is_reached_or_crossed(tabled: bool, devi
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_windows_drafts_and_accepted_counts(policy: str, device: str) -> None:
+def test_windows_drafts_and_accepted_counts(policy: str, path: str, device: str) -> None:
     """By hand: decode windows alone, those with drafts by their count, neither late nor finished ones."""
     rows = [Row(0, 0, 4), Row(0, 0, 4), Row(0, 0, 1), Row(0, 0, 3, kind="prompt"), Row(0, 0, 2, finished=True)]
     rows += [Row(0, 0, 2, late=True), Row(query_len=3, kind="dummy"), Row(0, 0, 3)]
-    rig = make(policy, device, rows)
+    rig = make(path, policy, device, rows)
     rig.kernels.end(rig.begin(1)[0], torch.tensor([3, 9, 1, 3, 2, 2, 2, 3, 1], device=device), False, None)
     counters = rig.storage.counters.tolist()
     assert counters[: at.COUNT_FOLDS] == [1, 1, 1, 0, 4, 3 + 3 + 2]
@@ -269,9 +270,9 @@ def test_windows_drafts_and_accepted_counts(policy: str, device: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("verb", ["flush", "cancel"])
-def test_flush_and_cancel_accept_nothing(verb: str, policy: str, device: str) -> None:
+def test_flush_and_cancel_accept_nothing(verb: str, policy: str, path: str, device: str) -> None:
     """Neither judges a count, touches a finished flag nor counts a dropped end."""
-    rig = make(policy, device, [dataclasses.replace(row, late=False) for row in ROWS])
+    rig = make(path, policy, device, [dataclasses.replace(row, late=False) for row in ROWS])
     flags = rig.storage.cursors[:, at.CURSOR_FINISHED].clone()
     steps = rig.begin()
     if verb == "flush":
@@ -290,10 +291,10 @@ def test_flush_and_cancel_accept_nothing(verb: str, policy: str, device: str) ->
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int32"])
-def test_absurd_counts_are_clamped_and_not_wrapped(dtype: str, device: str) -> None:
+def test_absurd_counts_are_clamped_and_not_wrapped(dtype: str, path: str, device: str) -> None:
     values = {"int64": [2**40 + 1, -(2**40), 2**32, 2**63 - 1, -(2**63)], "int32": [2**31 - 1, -(2**31), 9, 0, -1]}
     rows = [Row(8 * i, 0, 4, least=2) for i in range(5)]
-    rig = make("ring", device, rows)
+    rig = make(path, "ring", device, rows)
     steps = rig.begin()
     counts = torch.tensor(values[dtype], dtype=getattr(torch, dtype))
     rig.kernels.end(steps[0], counts.to(device), False, None)
@@ -305,10 +306,10 @@ def test_absurd_counts_are_clamped_and_not_wrapped(dtype: str, device: str) -> N
 
 
 @pytest.mark.parametrize("capacity", [8, 11, 16])
-def test_ring_folds_when_the_next_window_might_not_fit(capacity: int, device: str) -> None:
+def test_ring_folds_when_the_next_window_might_not_fit(capacity: int, path: str, device: str) -> None:
     """pending + T > R, and not one record earlier, whatever was accepted."""
     for pending, accepted in itertools.product(range(capacity - 3), (1, 4)):
-        rig = Rig(small_config(record_capacity=capacity), [Row(3, pending, 4)], device)
+        rig = Rig(small_config(path=path, record_capacity=capacity), [Row(3, pending, 4)], device)
         steps = rig.begin()
         rig.kernels.end(steps[0], torch.tensor([accepted], dtype=torch.int32, device=device), False, None)
         total = pending + accepted
@@ -316,8 +317,8 @@ def test_ring_folds_when_the_next_window_might_not_fit(capacity: int, device: st
         assert rig.storage.cursors[1, :2].tolist() == ([3 + total, 0] if full else [3, total])
 
 
-def test_late_end_leaves_the_new_owner_alone(device: str) -> None:
-    rig = make("eager", device, [Row(5, 0, 4), Row(9, 0, 4)])
+def test_late_end_leaves_the_new_owner_alone(path: str, device: str) -> None:
+    rig = make(path, "eager", device, [Row(5, 0, 4), Row(9, 0, 4)])
     steps = rig.begin()
     rig.storage.cursors[1] = torch.tensor([100, 2, 77, 0, 1, 96], dtype=torch.int32)
     before = rig.snapshot()[0]

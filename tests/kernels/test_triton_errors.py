@@ -120,16 +120,17 @@ def decode(config: StateConfig, params: LayerParams, steps: int, device: str) ->
     return ours, independent(config, params, history, state.recurrent)
 
 
+SHORT = {"head_k_dim": 32, "num_heads": 2, "record_capacity": 20}
+#: What a request of 1,500 steps has on a GPU.
+LONG = {"head_k_dim": 128, "head_v_dim": 64, "num_heads": 6, "max_query_len": 8, "record_capacity": 32}
+
+
 @pytest.mark.parametrize(
-    ("steps", "sizes"),
+    ("path", "steps", "sizes"),
     [
-        pytest.param(40, {"head_k_dim": 32, "num_heads": 2, "record_capacity": 20}, id="40 steps"),
-        pytest.param(
-            1500,
-            {"head_k_dim": 128, "head_v_dim": 64, "num_heads": 6, "max_query_len": 8, "record_capacity": 32},
-            id="1500 steps",
-            marks=pytest.mark.gpu,
-        ),
+        pytest.param("portable", 40, SHORT, id="portable, 40 steps"),
+        pytest.param("portable", 1500, LONG, id="portable, 1500 steps", marks=pytest.mark.gpu),
+        pytest.param("hopper", 1500, LONG, id="hopper, 1500 steps", marks=pytest.mark.hopper),
     ],
 )
 @pytest.mark.parametrize(
@@ -139,13 +140,13 @@ def decode(config: StateConfig, params: LayerParams, steps: int, device: str) ->
 )
 @pytest.mark.parametrize("bound", GATES)
 def test_errors_are_those_of_float32(
-    regime: str, bound: float | None, policy: str, steps: int, sizes: dict[str, int], device: str
+    regime: str, bound: float | None, policy: str, path: str, steps: int, sizes: dict[str, int], device: str
 ) -> None:
-    config = small_config(gate_lower_bound=bound, fold_policy=policy, **sizes)
+    config = small_config(path=path, gate_lower_bound=bound, fold_policy=policy, **sizes)
     [given] = to_cpu(make_params(config))
     params = LayerParams(given.A_log, given.dt_bias + REGIMES[regime])
     ours, theirs = decode(config, params, steps, device)
-    print(f"\n{regime}, bound {bound}, {policy}, {steps} steps: kernels {ours}, float32 recurrence {theirs}")
+    print(f"\n{path}, {regime}, bound {bound}, {policy}, {steps} steps: kernels {ours}, float32 recurrence {theirs}")
     for name in ("output", "u", "state"):
         assert getattr(ours, name) <= AIM, name
         # A sum over few tokens is no better than its own roundings: 8 of them are allowed beside what float32 costs.

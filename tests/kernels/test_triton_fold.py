@@ -8,6 +8,7 @@ import torch
 from specstate.kernels import reference
 from specstate.kernels import rows as at
 from tests.kernels.harness import AIM, ROUNDOFF, Rig, Row, bytes_of, row_error, small_config
+from tests.kernels.test_triton_verify import SHAPES, shape_id
 
 GATES = [pytest.param(None, id="softplus gate"), pytest.param(-5.0, id="bounded gate")]
 
@@ -56,40 +57,37 @@ def in_place(rig: Rig, row: int, count: int | None = None) -> list[int]:
 
 @pytest.mark.parametrize("bound", GATES)
 @pytest.mark.parametrize("capacity", [8, 23, 40])
-def test_every_count(capacity: int, bound: float | None, device: str) -> None:
+def test_every_count(capacity: int, bound: float | None, path: str, device: str) -> None:
     """0 to R records, beyond one tile of 16, at places that run over the ring's end; count 0 is left alone."""
-    config = small_config(max_query_len=2, record_capacity=capacity, gate_lower_bound=bound, head_k_dim=24)
+    config = small_config(path=path, max_query_len=2, record_capacity=capacity, gate_lower_bound=bound, head_k_dim=24)
     rig = Rig(config, [Row(5 * m + 1, m) for m in range(capacity + 1)], device)
     fold(rig, [in_place(rig, row) for row in range(capacity + 1)])
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (1, 16, 16), (2, 24, 33), (3, 33, 24), (1, 64, 16), (1, 16, 128), (1, 128, 64), (1, 256, 33), (2, 33, 256),
-        pytest.param((12, 128, 128), marks=pytest.mark.gpu), pytest.param((4, 256, 256), marks=pytest.mark.gpu),
-    ],
-    ids="H {0[0]}, K {0[1]}, V {0[2]}".format,
-)  # fmt: skip
-def test_shapes(shape: tuple[int, int, int], device: str) -> None:
+@pytest.mark.parametrize(("path", "shape"), SHAPES, ids=shape_id)
+def test_shapes(path: str, shape: tuple[int, int, int], device: str) -> None:
     heads, k_dim, v_dim = shape
-    config = small_config(num_heads=heads, head_k_dim=k_dim, head_v_dim=v_dim, conv_kernel_size=4, num_layers=2)
+    config = small_config(
+        path=path, num_heads=heads, head_k_dim=k_dim, head_v_dim=v_dim, conv_kernel_size=4, num_layers=2
+    )
     rig = Rig(config, [Row(3, 9), Row(11, 16)], device)
     fold(rig, [in_place(rig, 1), in_place(rig, 0)])
 
 
 @pytest.mark.parametrize("checkpoint", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_dtypes(dtype: str, checkpoint: str, device: str) -> None:
-    config = small_config(checkpoint_dtype=checkpoint, activation_dtype=dtype, conv_kernel_size=2, num_layers=2)
+def test_dtypes(dtype: str, checkpoint: str, path: str, device: str) -> None:
+    config = small_config(
+        path=path, checkpoint_dtype=checkpoint, activation_dtype=dtype, conv_kernel_size=2, num_layers=2
+    )
     rig = Rig(config, [Row(3, 9), Row(11, 16)], device)
     fold(rig, [in_place(rig, 1), in_place(rig, 0)])
 
 
 @pytest.mark.parametrize("taps", [None, 2, 3, 4])
-def test_source_destination_and_boundary(taps: int | None, device: str) -> None:
+def test_source_destination_and_boundary(taps: int | None, path: str, device: str) -> None:
     """A copy-fold leaves its source alone; a boundary gets its own count, less, equal or more; null rows do nothing."""
-    config = small_config(conv_kernel_size=taps, record_capacity=16, num_layers=2, num_heads=2)
+    config = small_config(path=path, conv_kernel_size=taps, record_capacity=16, num_layers=2, num_heads=2)
     # Rows 3 and up own the slots that the plan writes to.
     rig = Rig(config, [Row(3, 9), Row(12, 8), Row(1, 5), *[Row()] * 4], device)
     spare = [rig.slot(row) for row in range(3, 7)]
@@ -111,9 +109,11 @@ def test_source_destination_and_boundary(taps: int | None, device: str) -> None:
 
 @pytest.mark.parametrize("taps", [None, 4])
 @pytest.mark.parametrize("counts", [(9, 4), (9, 0), (0, 4)], ids="{0[0]} and {0[1]} at the boundary".format)
-def test_a_boundary_in_the_source_itself(counts: tuple[int, int], taps: int | None, device: str) -> None:
+def test_a_boundary_in_the_source_itself(counts: tuple[int, int], taps: int | None, path: str, device: str) -> None:
     """The running checkpoint moves on and leaves the boundary's behind where it lay, as a block table has it."""
-    config = small_config(conv_kernel_size=taps, record_capacity=16, num_layers=2, num_heads=2, head_v_dim=80)
+    config = small_config(
+        path=path, conv_kernel_size=taps, record_capacity=16, num_layers=2, num_heads=2, head_v_dim=80
+    )
     rig = Rig(config, [Row(3, 9), Row(12, 9), Row(), Row()], device)
     for layer in rig.storage.layers:
         if layer.conv_ring is not None:  # earlier positions' histories are asked for, so the whole ring is real
@@ -124,9 +124,9 @@ def test_a_boundary_in_the_source_itself(counts: tuple[int, int], taps: int | No
     fold(rig, plan, {(rig.slot(row), -1) for row in (0, 1) if not boundary})
 
 
-def test_boundary_alone(device: str) -> None:
+def test_boundary_alone(path: str, device: str) -> None:
     """Count 0 with a boundary: the boundary is written, the destination is left alone; boundary count 0 is a copy."""
-    config = small_config(conv_kernel_size=4, num_layers=2)
+    config = small_config(path=path, conv_kernel_size=4, num_layers=2)
     rig = Rig(config, [Row(3, 9), Row(), Row(4, 0), Row()], device)
     fold(
         rig, [[rig.slot(0), rig.slot(0), 1, 3, 0, rig.slot(1), 9], [rig.slot(2), rig.slot(2), 3, 4, 0, rig.slot(3), 0]]
@@ -135,16 +135,16 @@ def test_boundary_alone(device: str) -> None:
         assert torch.equal(layer.recurrent[rig.slot(3)], layer.recurrent[rig.slot(2)])
 
 
-def test_some_layers_alone(device: str) -> None:
+def test_some_layers_alone(path: str, device: str) -> None:
     """A cancelled step folds the layers that did not verify."""
-    rig = Rig(small_config(num_layers=3, conv_kernel_size=4), [Row(3, 9)], device)
+    rig = Rig(small_config(path=path, num_layers=3, conv_kernel_size=4), [Row(3, 9)], device)
     fold(rig, [in_place(rig, 0)], first_layer=1, num_layers=1)
     fold(rig, [in_place(rig, 0)], first_layer=2, num_layers=1)
 
 
-def test_rows_fold_alike_in_any_company(device: str) -> None:
+def test_rows_fold_alike_in_any_company(path: str, device: str) -> None:
     """The same records give the same bits alone, among others and in another order."""
-    config = small_config(record_capacity=24, num_heads=2, head_k_dim=24, conv_kernel_size=4)
+    config = small_config(path=path, record_capacity=24, num_heads=2, head_k_dim=24, conv_kernel_size=4)
     rows, states = [Row(7 * m, 3 * m) for m in range(8)], []
     for plan_rows in ([5], [5, 2], [0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5]):
         rig = Rig(config, rows, device)
@@ -156,15 +156,15 @@ def test_rows_fold_alike_in_any_company(device: str) -> None:
         assert torch.equal(history, states[0][1])
 
 
-def test_conv_channels_beyond_one_block(device: str) -> None:
-    config = small_config(num_heads=2, head_k_dim=96, head_v_dim=80, conv_kernel_size=4)
+def test_conv_channels_beyond_one_block(path: str, device: str) -> None:
+    config = small_config(path=path, num_heads=2, head_k_dim=96, head_v_dim=80, conv_kernel_size=4)
     assert config.layer.conv_channels > 256
     rig = Rig(config, [Row(3, 4), Row(11, 2)], device)
     fold(rig, [in_place(rig, 0), in_place(rig, 1)])
 
 
-def test_no_rows(device: str) -> None:
-    rig = Rig(small_config(), [Row(3, 4)], device)
+def test_no_rows(path: str, device: str) -> None:
+    rig = Rig(small_config(path=path), [Row(3, 4)], device)
     before = rig.snapshot()[0]
     rig.kernels._fold(torch.empty(0, at.PLAN_COLUMNS, dtype=torch.int32, device=device), 0, 1)
     assert not any(rig.written(0, before).values())

@@ -13,20 +13,20 @@ from tests.test_image import WRAPPED, advance, bits_of, checkpoint, export, take
 TOLERANCE = 1e-4
 
 
-def make_triton(device: str, **changes: Any) -> StateManager:
-    config = small_config(**{"record_capacity": 8, "conv_kernel_size": 3, "max_requests": 2, **changes})
+def make_triton(path: str, device: str, **changes: Any) -> StateManager:
+    config = small_config(path=path, **{"record_capacity": 8, "conv_kernel_size": 3, "max_requests": 2, **changes})
     return make_manager(config, device, backend="triton")
 
 
 @pytest.mark.parametrize("checkpoint_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("place", [{}, {"record_capacity": 11, "max_query_len": 3}], ids=["the same", "R 11, T 3"])
-def test_a_pending_image_goes_on(place: dict[str, Any], checkpoint_dtype: str, device: str) -> None:
-    source = make_triton(device, checkpoint_dtype=checkpoint_dtype)
+def test_a_pending_image_goes_on(place: dict[str, Any], checkpoint_dtype: str, path: str, device: str) -> None:
+    source = make_triton(path, device, checkpoint_dtype=checkpoint_dtype)
     handle = source.admit("a")
     advance(source, handle, WRAPPED)
     image = export(source, handle)
     assert (image.checkpoint_len, image.pending_len) == (7, 4)
-    goal = make_triton(device, checkpoint_dtype=checkpoint_dtype, **place)
+    goal = make_triton(path, device, checkpoint_dtype=checkpoint_dtype, **place)
     advance(goal, goal.admit("former"), [1] * 5, seed=50)
     taken = take(goal, image)
     assert bits_of(export(goal, taken)) == bits_of(image)
@@ -42,8 +42,8 @@ def test_a_pending_image_goes_on(place: dict[str, Any], checkpoint_dtype: str, d
 
 
 @pytest.mark.parametrize("policy", ["deferred", "ring"])
-def test_a_folded_image_is_what_read_returns(policy: str, device: str) -> None:
-    source = make_triton(device, fold_policy=policy)
+def test_a_folded_image_is_what_read_returns(policy: str, path: str, device: str) -> None:
+    source = make_triton(path, device, fold_policy=policy)
     handle, twin = source.admit("a"), make_twin(source.config)
     for seed, count in enumerate(WRAPPED):
         run_step(source, [(handle, twin, 4, count)], seed, TOLERANCE)
@@ -53,20 +53,20 @@ def test_a_folded_image_is_what_read_returns(policy: str, device: str) -> None:
     assert read.conv is not None
     assert raw_bytes(image.payload.recurrent[0]) == raw_bytes(read.recurrent)
     assert raw_bytes(image.payload.conv[0]) == raw_bytes(read.conv)
-    goal = make_triton(device, fold_policy="eager", record_capacity=4)
+    goal = make_triton(path, device, fold_policy="eager", record_capacity=4)
     taken = take(goal, image)
     goal.check_integrity()
     run_step(goal, [(taken, twin, 4, 3)], 40, TOLERANCE)
 
 
-def test_from_the_reference_and_back(device: str) -> None:
+def test_from_the_reference_and_back(path: str, device: str) -> None:
     """One image is of both: nothing in it is a matter of kernels."""
-    reference = make_manager(make_triton(device).config)
+    kernels = make_triton(path, device)
+    reference = make_manager(kernels.config.model_copy(update={"path": None}))
     handle, twin = reference.admit("a"), make_twin(reference.config)
     for seed, count in enumerate(WRAPPED):
         run_step(reference, [(handle, twin, 4, count)], seed, TOLERANCE)
     image = export(reference, handle)
-    kernels = make_triton(device)
     taken = take(kernels, image)
     assert bits_of(export(kernels, taken)) == bits_of(image)
     run_step(kernels, [(taken, twin, 4, 1)], 40, TOLERANCE)

@@ -11,11 +11,14 @@ ROWS = [Row(5, 0, 4), Row(0, 0, 1), Row(query_len=2, kind="dummy"), Row(30, 0, 3
 
 @pytest.mark.parametrize("shape", [(1, 16, 16), (2, 33, 24), (3, 24, 100)], ids="H {0[0]}, K {0[1]}, V {0[2]}".format)
 @pytest.mark.parametrize(("taps", "dtype"), [(None, "float32"), (4, "bfloat16"), (3, "float16")])
-def test_against_the_reference(taps: int | None, dtype: str, shape: tuple[int, int, int], device: str) -> None:
+def test_against_the_reference(
+    taps: int | None, dtype: str, shape: tuple[int, int, int], path: str, device: str
+) -> None:
     heads, k_dim, v_dim = shape
     config = small_config(
-        num_heads=heads, head_k_dim=k_dim, head_v_dim=v_dim, conv_kernel_size=taps, activation_dtype=dtype
+        path=path, num_heads=heads, head_k_dim=k_dim, head_v_dim=v_dim, conv_kernel_size=taps, activation_dtype=dtype
     )
+    k_dim, v_dim = config.layer.head_k_dim, config.layer.head_v_dim
     rig = Rig(config, ROWS, device)
     steps, before = rig.begin(1, 4), rig.snapshot()[0]
     tokens, generator = steps[1].num_tokens, torch.Generator().manual_seed(2)
@@ -46,9 +49,9 @@ def test_against_the_reference(taps: int | None, dtype: str, shape: tuple[int, i
                 assert torch.equal(bytes_of(ring[entry]), bytes_of(token))
 
 
-def test_written_records_fold_like_verified_ones(device: str) -> None:
+def test_written_records_fold_like_verified_ones(path: str, device: str) -> None:
     """What verify recorded, handed in again by ``write_records``, folds to the same bits."""
-    config, states = small_config(head_k_dim=24, activation_dtype="bfloat16", num_heads=2), []
+    config, states = small_config(path=path, head_k_dim=24, activation_dtype="bfloat16", num_heads=2), []
     for way in ("verify", "write"):
         rig = Rig(config, [Row(5, 0, 4)], device)
         steps = rig.begin()
@@ -64,10 +67,11 @@ def test_written_records_fold_like_verified_ones(device: str) -> None:
     assert torch.equal(*states)
 
 
-def test_no_tokens(device: str) -> None:
-    rig = Rig(small_config(), [Row(3, 0, 1)], device)
+def test_no_tokens(path: str, device: str) -> None:
+    config = small_config(path=path)
+    rig = Rig(config, [Row(3, 0, 1)], device)
     staged = torch.tensor([2, 1, 0, 0, 10, 1, 0, 0, 0, 0, 0], dtype=torch.int32)
     step, before = rig.begin_staged(staged, 1, 0, 0)[0], rig.snapshot()[0]
-    nothing = torch.zeros(0, 1, 16, device=device)
-    rig.kernels.write_records(step, 0, nothing, nothing, nothing, None)
+    u, key = (torch.zeros(0, 1, size, device=device) for size in (config.layer.head_v_dim, config.layer.head_k_dim))
+    rig.kernels.write_records(step, 0, u, key, key, None)
     assert not any(rig.written(0, before).values())
