@@ -34,18 +34,19 @@ from tests.kernels.harness import no_waits
 VOCAB = 11
 
 
-#: Backend "reference" has one path, of its own name.
-PATHS = ["portable", pytest.param("hopper", marks=pytest.mark.hopper), "reference"]
+#: Paths of backend "triton", and backend "reference".
+PATHS = ["portable", pytest.param("hopper", marks=pytest.mark.hopper), pytest.param(None, id="reference")]
 
 
-def config_of(path: str, policy: str, **changes: Any) -> StateConfig:
+def config_of(path: str | None, policy: str, **changes: Any) -> StateConfig:
     sizes = {"num_heads": 2, "head_k_dim": 32, "head_v_dim": 48, "max_requests": 4, "max_query_len": 4}
     dtypes = {"checkpoint_dtype": "float32", "activation_dtype": "bfloat16"}
     return make_config(**widened(path, path=path, fold_policy=policy, **sizes, **dtypes, **changes))
 
 
 def manager_of(config: StateConfig) -> StateManager:
-    backend = "reference" if config.path == "reference" else "triton"
+    """On the reference where the config pins no path."""
+    backend = "reference" if config.path is None else "triton"
     return make_manager(config, "cuda", backend=backend, debug=False)
 
 
@@ -114,7 +115,7 @@ def windows(config: StateConfig, tokens: int, seed: int) -> tuple[list[LayerInpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_replays_give_the_bits_of_eager_steps(policy: str, path: str) -> None:
+def test_replays_give_the_bits_of_eager_steps(policy: str, path: str | None) -> None:
     config = config_of(path, policy)
     eager = manager_of(config)
     captured = manager_of(config)
@@ -169,7 +170,7 @@ def test_replays_give_the_bits_of_eager_steps(policy: str, path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("keeps", ["own slots", "block table"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_replays_keep_the_boundaries_of_eager_steps(policy: str, keeps: str, path: str) -> None:
+def test_replays_keep_the_boundaries_of_eager_steps(policy: str, keeps: str, path: str | None) -> None:
     """Every checkpoint slot has the same bits, though lines of the captured table move and change from step to step."""
     config, width, lines = config_of(path, policy, block_size=5, num_checkpoints=28), 4, 5
     managers = [manager_of(config) for _ in range(2)]
