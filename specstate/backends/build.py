@@ -7,13 +7,16 @@ from specstate.backends.metadata import MetadataBackend
 from specstate.backends.tensors import TensorBackend
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError, shown
-from specstate.kernels import Kernels
 from specstate.kernels.reference import ReferenceKernels
 from specstate.params import check_params
 from specstate.storage import Storage
 
 #: Kernels that each backend can run; StateConfig.path pins one.
-PATHS: dict[str, tuple[str, ...]] = {"triton": ("portable",), "reference": ("reference",), "metadata": ("metadata",)}
+PATHS: dict[str, tuple[str, ...]] = {
+    "triton": ("portable", "hopper"),
+    "reference": ("reference",),
+    "metadata": ("metadata",),
+}
 
 
 def build_backend(
@@ -34,13 +37,9 @@ def build_backend(
     checked = check_params(params, config, device)
     if backend == "triton":
         # Imported where used: the package itself loads no Triton.
-        from specstate.kernels.portable import PortableKernels
+        from specstate.kernels.choice import triton_kernels
         from specstate.kernels.supported import check_supported
 
         check_supported(config, device)
-        held = Storage(config, device, storage)
-        kernels: Kernels = PortableKernels(config, checked, held)
-    else:
-        held = Storage(config, device, storage)
-        kernels = ReferenceKernels(config, checked, held)
-    return TensorBackend(config, kernels, held, device, debug)
+        return TensorBackend(config, triton_kernels, checked, Storage(config, device, storage), device, debug)
+    return TensorBackend(config, ReferenceKernels, checked, Storage(config, device, storage), device, debug)

@@ -1,6 +1,7 @@
 """Payloads on a device: checks what comes in, keeps the storage, launches kernels."""
 
 from array import array
+from collections.abc import Callable
 from itertools import accumulate, chain
 from typing import Any
 
@@ -25,15 +26,22 @@ from specstate.validation import DTYPES, bits, check_own_memory, check_tensor, m
 
 
 class TensorBackend:
-    """Checks what comes in and launches ``kernels`` over ``storage``; see Backend for what each call means."""
+    """Checks what comes in and launches kernels over ``storage``; see Backend for what each call means."""
 
     def __init__(
-        self, config: StateConfig, kernels: Kernels, storage: Storage, device: torch.device, debug: bool
+        self,
+        config: StateConfig,
+        make_kernels: Callable[[StateConfig, tuple[LayerParams, ...], Storage], Kernels],
+        params: tuple[LayerParams, ...],
+        storage: Storage,
+        device: torch.device,
+        debug: bool,
     ) -> None:
         self.config, self.device = config, device
+        kernels = make_kernels(config, params, storage)
         self._kernels: Kernels | None = kernels
         self._storage: Storage | None = storage
-        self._params, self._make_kernels = kernels.params, type(kernels)
+        self._params, self._make_kernels = params, make_kernels
         self.path = kernels.path
         self._debug = debug
         self._activation = DTYPES[config.activation_dtype]
@@ -77,7 +85,7 @@ class TensorBackend:
         kernels = self._make_kernels(self.config, self._params, storage)
         if self._storage is None:
             storage.counters.copy_(self._counted)
-        self._storage, self._kernels = storage, kernels
+        self._storage, self._kernels, self.path = storage, kernels, kernels.path
 
     # -- slots
 

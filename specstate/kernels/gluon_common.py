@@ -1,0 +1,264 @@
+"""What the Gluon kernels for Hopper share: the gate, sums over channels, tuples of vectors as matrices, the fold.
+
+A program has four warps, and K = 128: one thread a channel. Names as in triton_common: o_ offsets, m_ masks,
+p_ pointers, s_ shared memory; a tuple holds one vector a token.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+#: Waits for all threads of a program; triton 3.7 has given it another name.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+#: Channels of a key, and threads of a program.
+K = gl.constexpr(128)
+WARPS = gl.constexpr(4)
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+#: Records that a loop takes at a time, so that their loads and gates overlap.
+UNROLL = gl.constexpr(4)
+
+#: A thread a channel, or a row of V.
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def exp2(x):
+    """2^x by the special function unit, 2 units in the last place; denormal results are 0."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def reciprocal(x):
+    """1/x for x >= 1, one unit in the last place."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def decay(raw, bias, rate, lower_bound, BOUNDED: gl.constexpr):
+    """e^g of ``log_decay`` of the reference; rate = e^A_log and lower_bound both in units of log2 e."""
+    x = raw + bias
+    if BOUNDED:
+        return exp2(lower_bound * reciprocal(1.0 + exp2(-rate * x)))
+    # The softplus of triton_common: its log1p by an atanh series.
+    y = exp2(-gl.abs(x) * LOG2_E)
+    z = y * reciprocal(2.0 + y)
+    s = z * z
+    series = 1.0 + s * (1 / 3 + s * (1 / 5 + s * (1 / 7 + s * (1 / 9 + s * (1 / 11 + s * (1 / 13 + s * (1 / 15)))))))
+    return exp2(-rate * (gl.maximum(x, 0.0) + 2.0 * z * series))
+
+
+@gluon.jit
+def wrapped(entry, SIZE: gl.constexpr):
+    """A ring entry below 2 SIZE, brought below SIZE."""
+    return gl.where(entry >= SIZE, entry - SIZE, entry)
+
+
+@gluon.jit
+def truncated_parts(x):
+    """x as a sum of two numbers that tf32 products take: its first 11 bits, and the rest."""
+    high = (x.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
+    return high, x - high
+
+
+@gluon.jit
+def rounded_parts(x):
+    """The same with the first part rounded to nearest, so that the rest has either sign.
+
+    One side of a product must be rounded: what three products leave out, rest times rest, would else always shrink it.
+    """
+    high = ((x.to(gl.int32, bitcast=True) + 4096) & -8192).to(gl.float32, bitcast=True)
+    return high, x - high
+
+
+# -- tiles of global memory, by 16-byte copies
+
+
+@gluon.constexpr_function
+def tile_layout(columns, itemsize):
+    """16 bytes a thread of a [rows, columns] tile; consecutive threads side by side."""
+    vector = 16 // itemsize
+    across = min(32, columns // vector)
+    return gl.BlockedLayout([1, vector], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def itemsize(dtype):
+    return dtype.primitive_bitwidth // 8
+
+
+@gluon.jit
+def fetch_rows(p_first, stride, last, NUM_ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Starts copying rows [COLUMNS], ``stride`` apart, to shared memory. Rows behind ``last`` repeat it: no mask."""
+    LAYOUT: gl.constexpr = tile_layout(COLUMNS, itemsize(p_first.dtype.element_ty))
+    o_row = gl.arange(0, NUM_ROWS, gl.SliceLayout(1, LAYOUT))
+    o_column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    s_tile = gl.allocate_shared_memory(p_first.dtype.element_ty, [NUM_ROWS, COLUMNS], ROWS)
+    p_tile = p_first + (gl.minimum(o_row, last) * stride)[:, None] + o_column[None, :]
+    async_copy.async_copy_global_to_shared(s_tile, p_tile)
+    return s_tile
+
+
+@gluon.jit
+def fetch_ring(s_tile, p_ring, start, first, SIZE: gl.constexpr, STRIDE: gl.constexpr):
+    """Starts copying entries first, first + 1, .. of those that begin at ``start`` in a ring of SIZE, STRIDE apart.
+
+    Into all rows of s_tile; before entry 0 stands entry 0.
+    """
+    LAYOUT: gl.constexpr = tile_layout(s_tile.shape[1], itemsize(s_tile.dtype))
+    o_row = gl.arange(0, s_tile.shape[0], gl.SliceLayout(1, LAYOUT))
+    o_column = gl.arange(0, s_tile.shape[1], gl.SliceLayout(0, LAYOUT))
+    entry = wrapped(start + gl.maximum(first + o_row, 0), SIZE)
+    async_copy.async_copy_global_to_shared(s_tile, p_ring + (entry * STRIDE)[:, None] + o_column[None, :])
+
+
+@gluon.jit
+def row_of(s_tile, row):
+    """One row of a tile [rows, columns], a value a thread, in float32."""
+    s_rows = s_tile._reinterpret(s_tile.dtype, s_tile.shape, FLAT)
+    return s_rows.index(row).load(LINE).to(gl.float32)
+
+
+# -- tuples of vectors and matrices
+
+
+@gluon.jit
+def stacked(vectors, COUNT: gl.constexpr):
+    """COUNT vectors [N] as [N, COUNT]; COUNT a power of two, at least 8. Costs nothing: a thread keeps what it has."""
+    SIZE: gl.constexpr = vectors[0].shape[0]
+    pairs = ()
+    for i in gl.static_range(COUNT // 2):
+        pairs = pairs + (gl.join(vectors[i], vectors[i + COUNT // 2]),)
+    fours = ()
+    for i in gl.static_range(COUNT // 4):
+        fours = fours + (gl.join(pairs[i], pairs[i + COUNT // 4]),)
+    joined = ()
+    for i in gl.static_range(COUNT // 8):
+        joined = joined + (gl.join(fours[i], fours[i + COUNT // 8]),)
+    if COUNT >= 16:
+        eights = joined
+        joined = ()
+        for i in gl.static_range(COUNT // 16):
+            joined = joined + (gl.join(eights[i], eights[i + COUNT // 16]),)
+    if COUNT == 32:
+        joined = (gl.join(joined[0], joined[1]),)
+    return gl.reshape(joined[0], [SIZE, COUNT])
+
+
+@gluon.jit
+def padded(vectors, LENGTH: gl.constexpr, SIZE: gl.constexpr = K):
+    """Zeros [SIZE] behind a tuple of vectors, up to LENGTH."""
+    zero = gl.zeros([SIZE], gl.float32, LINE)
+    for _ in gl.static_range(LENGTH - len(vectors)):
+        vectors = vectors + (zero,)
+    return vectors
+
+
+@gluon.jit
+def shared_rows(vectors, DTYPE: gl.constexpr):
+    """Vectors as rows of a tile in shared memory, 8 or 16 of them; those behind the last are zero."""
+    NUM_ROWS: gl.constexpr = 8 if len(vectors) <= 8 else 16
+    SIZE: gl.constexpr = vectors[0].shape[0]
+    s_tile = gl.allocate_shared_memory(DTYPE, [NUM_ROWS, SIZE], ROWS)
+    # In one store: several into parts of one allocation would wait for each other.
+    s_tile.permute([1, 0]).store(stacked(padded(vectors, NUM_ROWS, SIZE), NUM_ROWS).to(DTYPE))
+    return s_tile
+
+
+@gluon.jit
+def channel_sums(vectors):
+    """9 to 16 vectors [K], each summed over the channels: [16]."""
+    tile = shared_rows(vectors, gl.float32).load(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+    return gl.sum(tile, 1)
+
+
+@gluon.jit
+def _split(matrices, COUNT: gl.constexpr):
+    first = ()
+    second = ()
+    for i in gl.static_range(COUNT):
+        a, b = gl.split(matrices[i])
+        first = first + (a,)
+        second = second + (b,)
+    return first + second
+
+
+@gluon.jit
+def columns_of(matrix, COUNT: gl.constexpr):
+    """[N, COUNT], a row a thread -> COUNT vectors [N] in LINE. COUNT is 16 or 32."""
+    SIZE: gl.constexpr = matrix.shape[0]
+    if COUNT == 16:
+        parts = _split((gl.reshape(matrix, [SIZE, 2, 2, 2, 2]),), 1)
+    else:
+        parts = _split((gl.reshape(matrix, [SIZE, 2, 2, 2, 2, 2]),), 1)
+        parts = _split(parts, 2)
+    if COUNT == 16:
+        parts = _split(_split(_split(parts, 2), 4), 8)
+    else:
+        parts = _split(_split(_split(parts, 4), 8), 16)
+    vectors = ()
+    for i in gl.static_range(COUNT):
+        vectors = vectors + (gl.convert_layout(parts[i], LINE),)
+    return vectors
+
+
+# -- the fold
+
+
+@gluon.constexpr_function
+def key_step(dtype):
+    """Lines [K] in float32 that half a record in ``dtype`` takes: keys that replace records lie so far apart."""
+    return itemsize(dtype) // 2
+
+
+@gluon.jit
+def decayed_keys(s_records, s_inv_norm, s_keys, count, bias, rate, lower_bound, BOUNDED: gl.constexpr):
+    """k_j e^{G_m - G_j} of the last ``count`` rows of a tile of records; the decay over all of them, [K].
+
+    s_records [records, 2 K], s_inv_norm [records]: the newest record in the last row. Keys go to lines j key_step of
+    s_keys, K columns in float32, which may be the records' own memory: each thread reads a group before any writes it.
+    In the oldest group, rows before the oldest record become zero.
+    """
+    STEP: gl.constexpr = key_step(s_records.dtype)
+    LENGTH: gl.constexpr = s_records.shape[0]
+    s_halves = s_records._reinterpret(s_records.dtype, [2 * LENGTH, K], FLAT)
+    s_lines = s_keys._reinterpret(gl.float32, [LENGTH * STEP, K], FLAT)
+    s_norms = s_inv_norm._reinterpret(gl.float32, [LENGTH, 1], FLAT)
+    later = gl.full([K], 1.0, gl.float32, LINE)
+    for group in range((count + UNROLL - 1) // UNROLL):
+        newest = LENGTH - 1 - group * UNROLL
+        keys = ()
+        for back in gl.static_range(UNROLL):
+            key = s_halves.index(2 * (newest - back)).load(LINE).to(gl.float32)
+            raw = s_halves.index(2 * (newest - back) + 1).load(LINE).to(gl.float32)
+            exists = newest - back >= LENGTH - count
+            keys = keys + (gl.where(exists, key * (later * s_norms.index(newest - back).load(LINE)), 0.0),)
+            later = later * gl.where(exists, decay(raw, bias, rate, lower_bound, BOUNDED), 1.0)
+        barrier()
+        for back in gl.static_range(UNROLL):
+            s_lines.index((newest - back) * STEP).store(keys[back])
+    return later
+
+
+@gluon.jit
+def folded(state, later, s_keys, key_part, s_u, u_part, count, STEP: gl.constexpr, LAYOUT: gl.constexpr):
+    """S diag(later) + sum_j u_j k_j^T for a tile of S [rows, columns] in LAYOUT; later [columns]. All in float32.
+
+    Keys as ``decayed_keys`` leaves them, s_u [records, rows of V] likewise with the newest last: the tile is their
+    parts ``key_part`` and ``u_part``. The one fold routine: its order of additions, oldest first, gives the bits.
+    """
+    LENGTH: gl.constexpr = s_u.shape[0]
+    KEY_PARTS: gl.constexpr = STEP * (K // state.shape[1])
+    U_PARTS: gl.constexpr = s_u.shape[1] // state.shape[0]
+    s_key_parts = s_keys._reinterpret(gl.float32, [LENGTH * KEY_PARTS, state.shape[1]], FLAT)
+    s_u_parts = s_u._reinterpret(gl.float32, [LENGTH * U_PARTS, state.shape[0]], FLAT)
+    state = state * gl.expand_dims(later, 0)
+    for first in range(LENGTH - (count + UNROLL - 1) // UNROLL * UNROLL, LENGTH, UNROLL):
+        for i in gl.static_range(UNROLL):
+            key = s_key_parts.index((first + i) * KEY_PARTS + key_part).load(gl.SliceLayout(0, LAYOUT))
+            u = s_u_parts.index((first + i) * U_PARTS + u_part).load(gl.SliceLayout(1, LAYOUT))
+            state = state + gl.expand_dims(u, 1) * gl.expand_dims(key, 0)
+    return state
