@@ -86,7 +86,10 @@ class Storage:
 
     def meets(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` reaches into what lies between the first and the last byte of a tensor held here."""
-        start, end = memory_span(tensor)
+        return self.meets_span(*memory_span(tensor))
+
+    def meets_span(self, start: int, end: int) -> bool:
+        """The same for addresses from ``start`` to before ``end``."""
         before = bisect_right(self._starts, end - 1)
         return before > 0 and self._ends[before - 1] > start
 

@@ -10,6 +10,7 @@ import torch
 from specstate.backends import Cursor, DeviceCounters, LayerInputs, LayerRecords, LayerState, folds_of
 from specstate.backends.ambient import shielded
 from specstate.backends.guard import LayerGuard
+from specstate.backends.looks import Reaches, WindowLooks
 from specstate.batch import Batch
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
@@ -22,7 +23,7 @@ from specstate.kernels.reference import read_conv_history
 from specstate.layout import plan_bytes
 from specstate.params import LayerParams
 from specstate.storage import LayerStorage, Storage
-from specstate.validation import DTYPES, bits, check_own_memory, check_tensor, memory_span, unique_dtypes
+from specstate.validation import DTYPES, bits, check_own_memory, check_tensor, unique_dtypes
 
 
 class TensorBackend:
@@ -44,6 +45,7 @@ class TensorBackend:
         self._params, self._make_kernels = params, make_kernels
         self.path = kernels.path
         self._debug = debug
+        self._looks = WindowLooks()
         self._activation = DTYPES[config.activation_dtype]
         self._compute = storage.layers[0].record_u.dtype
         self._allocator: Allocator = TorchAllocator(device)
@@ -86,6 +88,7 @@ class TensorBackend:
         if self._storage is None:
             storage.counters.copy_(self._counted)
         self._storage, self._kernels, self.path = storage, kernels, kernels.path
+        self._looks = WindowLooks()
 
     # -- slots
 
@@ -331,19 +334,18 @@ class TensorBackend:
 
     @shielded
     def verify(self, rows: StepTensors, layer: int, inputs: LayerInputs, out: Any, where: str) -> torch.Tensor:
-        spec, tokens, device = self.config.layer, rows.num_tokens, self.device
-        wide = unique_dtypes(self._activation, torch.float32, self._compute)
-        qkv = check_tensor("qkv", inputs.qkv, (tokens, spec.conv_channels), [self._activation], device, where)
-        gate = check_tensor("raw_gate", inputs.raw_gate, (tokens, spec.num_heads, spec.head_k_dim), wide, device, where)
-        beta = check_tensor("raw_beta", inputs.raw_beta, (tokens, spec.num_heads), wide, device, where)
-        shape = (tokens, spec.num_heads, spec.head_v_dim)
+        given = (*inputs, out)
+        reaches = self._looks.find(rows.num_tokens, given)
+        if reaches is None:
+            self._check_window(rows.num_tokens, inputs, out, where)
+            reaches = self._looks.keep(rows.num_tokens, given)
+        qkv, gate, beta = inputs
         if out is None:
-            out = torch.empty(shape, dtype=self._activation, device=device)
+            spec = self.config.layer
+            shape = (rows.num_tokens, spec.num_heads, spec.head_v_dim)
+            out = torch.empty(shape, dtype=self._activation, device=self.device)
         else:
-            check_tensor("out", out, shape, unique_dtypes(self._activation, torch.float32), device, where)
-            self._check_out(out, {"qkv": qkv, "raw_gate": gate, "raw_beta": beta}, where)
-        for name, tensor in (("qkv", qkv), ("raw_gate", gate), ("raw_beta", beta), ("out", out)):
-            self.kernels.check_layout(name, tensor, where)
+            self._check_out(out, inputs, reaches, where)
         guard = LayerGuard(self.storage.layers[layer], rows.rows) if self._debug else None
         self.kernels.verify(rows, layer, qkv, gate, beta, out)
         if guard is not None:
@@ -525,17 +527,33 @@ class TensorBackend:
         """``state``, a tensor or None, in memory that no tensor of the storage shares."""
         return state.clone() if state is not None and self.storage.meets(state) else state
 
-    def _check_out(self, out: torch.Tensor, inputs: dict[str, torch.Tensor], where: str) -> None:
+    def _check_window(self, tokens: int, inputs: LayerInputs, out: Any, where: str) -> None:
+        """Everything about a window's tensors but where they lie."""
+        spec, device = self.config.layer, self.device
+        wide = unique_dtypes(self._activation, torch.float32, self._compute)
+        check_tensor("qkv", inputs.qkv, (tokens, spec.conv_channels), [self._activation], device, where)
+        check_tensor("raw_gate", inputs.raw_gate, (tokens, spec.num_heads, spec.head_k_dim), wide, device, where)
+        check_tensor("raw_beta", inputs.raw_beta, (tokens, spec.num_heads), wide, device, where)
+        if out is not None:
+            shape, dtypes = (tokens, spec.num_heads, spec.head_v_dim), unique_dtypes(self._activation, torch.float32)
+            check_own_memory("out", check_tensor("out", out, shape, dtypes, device, where), where)
+        for name, tensor in (*inputs._asdict().items(), ("out", out)):
+            if tensor is not None:
+                self.kernels.check_layout(name, tensor, where)
+
+    def _check_out(self, out: torch.Tensor, inputs: LayerInputs, reaches: Reaches, where: str) -> None:
         """``out`` is written while inputs and state are read, so it must have memory of its own."""
-        check_own_memory("out", out, where)
         if out.is_inference() and not torch.is_inference_mode_enabled():
             raise SpecStateError(f"out is an inference tensor and may only be written in inference mode{where}")
-        start, end = memory_span(out)
-        for name, tensor in inputs.items():
-            first, last = memory_span(tensor)
-            if start < last and first < end:
+        if not reaches.out:
+            return
+        start = out.data_ptr()
+        end = start + reaches.out
+        for name, tensor, reach in zip(inputs._fields, inputs, reaches, strict=False):
+            first = tensor.data_ptr()
+            if start < first + reach and first < end:
                 raise SpecStateError(f"out must not share memory with {name}{where}")
-        if self.storage.meets(out):
+        if self.storage.meets_span(start, end):
             raise SpecStateError(f"out must not share memory with the manager's tensors or the caller's storage{where}")
 
     def _to_device(self, values: Any) -> torch.Tensor:

@@ -38,17 +38,17 @@ def reciprocal(x):
 
 
 @gluon.jit
-def decay(raw, bias, rate, lower_bound, BOUNDED: gl.constexpr):
-    """e^g of ``log_decay`` of the reference; rate = e^A_log and lower_bound both in units of log2 e."""
+def log2_decay(raw, bias, rate, lower_bound, BOUNDED: gl.constexpr):
+    """g of ``log_decay`` of the reference, times log2 e; rate = e^A_log and lower_bound both in units of log2 e."""
     x = raw + bias
     if BOUNDED:
-        return exp2(lower_bound * reciprocal(1.0 + exp2(-rate * x)))
+        return lower_bound * reciprocal(1.0 + exp2(-rate * x))
     # The softplus of triton_common: its log1p by an atanh series.
     y = exp2(-gl.abs(x) * LOG2_E)
     z = y * reciprocal(2.0 + y)
     s = z * z
     series = 1.0 + s * (1 / 3 + s * (1 / 5 + s * (1 / 7 + s * (1 / 9 + s * (1 / 11 + s * (1 / 13 + s * (1 / 15)))))))
-    return exp2(-rate * (gl.maximum(x, 0.0) + 2.0 * z * series))
+    return -rate * (gl.maximum(x, 0.0) + 2.0 * z * series)
 
 
 @gluon.jit
@@ -221,13 +221,16 @@ def decayed_keys(s_records, s_inv_norm, s_keys, count, bias, rate, lower_bound, 
     s_records [records, 2 K], s_inv_norm [records]: the newest record in the last row. Keys go to lines j key_step of
     s_keys, K columns in float32, which may be the records' own memory: each thread reads a group before any writes it.
     In the oldest group, rows before the oldest record become zero.
+
+    Gates are added and exponentiated once: a product of many decays would carry the error of each, and a state that
+    decays slowly gathers those of all its folds.
     """
     STEP: gl.constexpr = key_step(s_records.dtype)
     LENGTH: gl.constexpr = s_records.shape[0]
     s_halves = s_records._reinterpret(s_records.dtype, [2 * LENGTH, K], FLAT)
     s_lines = s_keys._reinterpret(gl.float32, [LENGTH * STEP, K], FLAT)
     s_norms = s_inv_norm._reinterpret(gl.float32, [LENGTH, 1], FLAT)
-    later = gl.full([K], 1.0, gl.float32, LINE)
+    later = gl.zeros([K], gl.float32, LINE)
     for group in range((count + UNROLL - 1) // UNROLL):
         newest = LENGTH - 1 - group * UNROLL
         keys = ()
@@ -235,12 +238,12 @@ def decayed_keys(s_records, s_inv_norm, s_keys, count, bias, rate, lower_bound, 
             key = s_halves.index(2 * (newest - back)).load(LINE).to(gl.float32)
             raw = s_halves.index(2 * (newest - back) + 1).load(LINE).to(gl.float32)
             exists = newest - back >= LENGTH - count
-            keys = keys + (gl.where(exists, key * (later * s_norms.index(newest - back).load(LINE)), 0.0),)
-            later = later * gl.where(exists, decay(raw, bias, rate, lower_bound, BOUNDED), 1.0)
+            keys = keys + (gl.where(exists, key * (exp2(later) * s_norms.index(newest - back).load(LINE)), 0.0),)
+            later = later + gl.where(exists, log2_decay(raw, bias, rate, lower_bound, BOUNDED), 0.0)
         barrier()
         for back in gl.static_range(UNROLL):
             s_lines.index((newest - back) * STEP).store(keys[back])
-    return later
+    return exp2(later)
 
 
 @gluon.jit

@@ -33,7 +33,6 @@ from specstate.kernels.gluon_common import (
     barrier,
     channel_sums,
     columns_of,
-    decay,
     decayed_keys,
     exp2,
     fetch_ring,
@@ -41,6 +40,7 @@ from specstate.kernels.gluon_common import (
     folded,
     itemsize,
     key_step,
+    log2_decay,
     padded,
     reciprocal,
     rounded_parts,
@@ -269,14 +269,14 @@ def _eight_keys(s_halves, s_norms, norm, first, later, bias, rate, bound, START:
         key = s_halves.index(2 * (START + PENDING_TILE // 2 - back)).load(LINE).to(gl.float32)
         raw = s_halves.index(2 * (START + PENDING_TILE // 2 - back) + 1).load(LINE).to(gl.float32)
         inverse = s_norms.index(norm + START + PENDING_TILE // 2 - back).load(LINE)
-        keys = (gl.where(exists, key * (later * inverse), 0.0),) + keys
-        later = later * gl.where(exists, decay(raw, bias, rate, bound, BOUNDED), 1.0)
+        keys = (gl.where(exists, key * (exp2(later) * inverse), 0.0),) + keys
+        later = later + gl.where(exists, log2_decay(raw, bias, rate, bound, BOUNDED), 0.0)
     return keys, later
 
 
 @gluon.jit
 def pending_keys(s_records, s_norms, norm, first, later, bias, rate, bound, BOUNDED: gl.constexpr):
-    """Normalised keys of a tile of records, decayed to the newest one's end, [warps, 32, 16]; the decay behind it.
+    """Normalised keys of a tile of records, decayed to the newest one's end, [warps, 32, 16]; the gates behind it.
 
     s_norms from ``norm`` on, and the tile, hold records first .. first + 15; before record 0 keys are zero.
     """
@@ -290,8 +290,8 @@ def pending_keys(s_records, s_norms, norm, first, later, bias, rate, bound, BOUN
 
 @gluon.jit
 def early_keys(s_records, s_norms, first, bias, rate, bound, TILES: gl.constexpr, BOUNDED: gl.constexpr):
-    """``pending_keys`` of all tiles that were fetched, each in its records' own memory; the decay behind them."""
-    later = gl.full([K], 1.0, gl.float32, LINE)
+    """``pending_keys`` of all tiles that were fetched, each in its records' own memory; the gates behind them."""
+    later = gl.zeros([K], gl.float32, LINE)
     for tile in gl.static_range(TILES):
         if first - tile * PENDING_TILE > -PENDING_TILE:
             keys, later = pending_keys(
@@ -472,7 +472,16 @@ def substituted(product, values, s_strength, sums, T: gl.constexpr, COLUMNS: gl.
         "out_stride",
         "out_is_wide",
     ],
-    do_not_specialize_on_alignment=["p_rows", "p_starts"],
+    do_not_specialize_on_alignment=[
+        "p_rows",
+        "p_starts",
+        "p_inv_norm",
+        "p_a_log",
+        "p_dt_bias",
+        "p_weight",
+        "p_conv_bias",
+        "p_conv",
+    ],
 )
 def verify_kernel(
     is_chained,
@@ -688,7 +697,7 @@ def verify_kernel(
     decays = ()
     for t in gl.static_range(T):
         raw = row_of(s_gate, t).to(ACTIVATION).to(gl.float32)
-        decays = decays + (decay(raw, bias, rate, bound, BOUNDED),)
+        decays = decays + (exp2(log2_decay(raw, bias, rate, bound, BOUNDED)),)
     s_strength = gl.allocate_shared_memory(gl.float32, [WINDOW], FLAT, reciprocal(1.0 + exp2(-LOG2_E * raw_beta)))
     sums = pair_sums(keys, queries, decays, T)
     if v_block == 0:
@@ -702,7 +711,7 @@ def verify_kernel(
     f = window_matrix(keys, queries, decays, T, COLUMNS)
     product = gl.zeros([BV, COLUMNS], gl.float32, PRODUCT)
     if FOLDS:
-        later = gl.full([K], 1.0, gl.float32, LINE)
+        later = gl.zeros([K], gl.float32, LINE)
     if pending > 0:
         s_by_warp = gl.allocate_shared_memory(
             gl.float32, [WARPS, 32, COLUMNS], BY_WARP_CHANNEL,
@@ -751,7 +760,7 @@ def verify_kernel(
         for c in gl.static_range(EARLY, CHUNKS):
             s_chunks = s_chunks + (gl.allocate_shared_memory(STATE, [1, BV, CHUNK], d_state.layout),)
             tma.async_copy_global_to_shared(d_state, [slot, v_row, c * CHUNK], s_arrived.index(c), s_chunks[c])
-    s_f = gl.allocate_shared_memory(gl.float32, [K, COLUMNS], BY_CHANNEL, stacked(scaled(f, later), COLUMNS))
+    s_f = gl.allocate_shared_memory(gl.float32, [K, COLUMNS], BY_CHANNEL, stacked(scaled(f, exp2(later)), COLUMNS))
 
     # -- the state's part, as it arrives
 

@@ -5,10 +5,12 @@ programmatic dependent launches: the next one's programs start, and ask for thei
 """
 
 from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
 
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
@@ -35,6 +37,19 @@ CHUNK_BYTES = 128
 FOLD_PROGRAMS = 3
 
 
+#: Warps of a program, one thread a channel.
+NUM_WARPS = 4
+
+
+class FixedArguments(NamedTuple):
+    """A layer's share of a verify's arguments: what does not change from step to step."""
+
+    tensors: tuple[Any, ...]
+    addresses: tuple[Any, ...]
+    """The same, with addresses in place of tensors."""
+    constants: tuple[int, ...]
+
+
 class HopperKernels(PortableKernels):
     """The kernels of one manager on a Hopper GPU. Raises SpecStateError when they cannot follow its storage."""
 
@@ -45,7 +60,8 @@ class HopperKernels(PortableKernels):
         if refusal is not None:
             raise SpecStateError(f"path 'hopper': {refusal}")
         spec = config.layer
-        self._descriptors: dict[tuple[int, int], TensorDescriptor] = {}
+        self._device_index = storage.cursors.device.index
+        self._compiled: dict[Any, Any] = {}
         self._fold_programs = FOLD_PROGRAMS * _num_multiprocessors(storage.cursors.device)
         capacity = max(4, _power_of_two(config.record_capacity))
         window = {"T": config.max_query_len, "R": config.record_capacity, "H": spec.num_heads, "V": spec.head_v_dim}
@@ -76,6 +92,8 @@ class HopperKernels(PortableKernels):
     def bind(self, params: tuple[LayerParams, ...]) -> None:
         super().bind(params)
         self._last = None
+        self._fixed: dict[tuple[VerifyTile, int], FixedArguments] = {}
+        self._compiled.clear()
         self._verify_shape["BIAS"] = params[0].conv_bias is not None
         names = {"A_LOG": params[0].A_log, "DT_BIAS": params[0].dt_bias}
         self._fold_shape |= {name: _GLUON_DTYPES[tensor.dtype] for name, tensor in names.items()}
@@ -152,50 +170,80 @@ class HopperKernels(PortableKernels):
         raw_beta: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        views, params, spec = self.storage.layers[layer], self.params[layer], self.config.layer
-        num_rows = len(step.rows)
-        stream = torch.cuda.current_stream(qkv.device).cuda_stream
+        num_rows, spec = len(step.rows), self.config.layer
+        device, stream = driver.active.get_current_device(), driver.active.get_current_stream(self._device_index)
         is_chained = self._last is not None and self._last[0] is step and self._last[1] == stream
-        conv, ring = views.conv, views.conv_ring
-        verify_kernel[((num_rows + 1) * spec.num_heads * (spec.head_v_dim // tile.block_v),)](
+        grid = ((num_rows + 1) * spec.num_heads * (spec.head_v_dim // tile.block_v), 1, 1)
+        strides = [tensor.stride(0) * tensor.element_size() // VECTOR_BYTES for tensor in (qkv, raw_gate, out)]
+        fixed = self._fixed_arguments(tile, layer)
+        key = device, tile, raw_gate.dtype
+        compiled = self._compiled.get(key)
+        # Triton's own launch looks at every argument anew, for several times what the launch itself takes. What was
+        # compiled for a layer holds for all: nothing that differs from call to call is specialised on.
+        tensors = (step.rows, step.query_start_loc, qkv, raw_gate)
+        rows, starts, window, gate = tensors if compiled is None else [tensor.data_ptr() for tensor in tensors]
+        arguments = (
             int(is_chained),
-            step.rows,
-            step.query_start_loc,
+            rows,
+            starts,
             num_rows,
             len(step.positions),
-            qkv,
-            qkv.stride(0) * qkv.element_size() // VECTOR_BYTES,
-            raw_gate,
-            raw_gate.stride(0) * raw_gate.element_size() // VECTOR_BYTES,
+            window,
+            strides[0],
+            gate,
+            strides[1],
             raw_beta.data_ptr(),
             raw_beta.stride(0),
             int(raw_beta.dtype is torch.float32),
             out.data_ptr(),
-            out.stride(0) * out.element_size() // VECTOR_BYTES,
+            strides[2],
             int(out.dtype is torch.float32),
-            self._descriptor(layer, tile.block_v),
-            views.recurrent,
-            views.recurrent.stride(0),
-            views.record_u,
-            views.record_key_gate,
-            views.record_inv_norm,
-            params.A_log,
-            params.dt_bias,
-            params.A_log if params.conv_weight is None else params.conv_weight,
-            params.A_log if params.conv_bias is None else params.conv_bias,
-            views.record_key_gate if ring is None else ring,
-            views.record_key_gate if conv is None else conv,
-            *((0, 0, 0) if conv is None else conv.stride()),
-            self._bound,
-            BV=tile.block_v,
-            EARLY=self._early_chunks(tile),
-            AT_ONCE=tile.at_once,
-            **self._verify_shape,
-            num_warps=4,
-            maxnreg=tile.registers,
-            launch_pdl=True,
         )
+        if compiled is None:
+            options = {"num_warps": NUM_WARPS, "maxnreg": tile.registers, "launch_pdl": True}
+            self._compiled[key] = verify_kernel[grid](*arguments, *fixed.tensors, *fixed.constants, **options)
+        else:
+            compiled[grid](*arguments, *fixed.addresses, *fixed.constants, stream=stream)
         self._last = step, stream
+
+    def _fixed_arguments(self, tile: VerifyTile, layer: int) -> FixedArguments:
+        """What every verify of a layer hands to the kernel."""
+        key = tile, layer
+        if key not in self._fixed:
+            views, params = self.storage.layers[layer], self.params[layer]
+            nothing, conv = views.record_key_gate, views.conv
+            tensors = (
+                self._descriptor(layer, tile.block_v),
+                views.recurrent,
+                views.recurrent.stride(0),
+                views.record_u,
+                views.record_key_gate,
+                views.record_inv_norm,
+                params.A_log,
+                params.dt_bias,
+                params.A_log if params.conv_weight is None else params.conv_weight,
+                params.A_log if params.conv_bias is None else params.conv_bias,
+                nothing if views.conv_ring is None else views.conv_ring,
+                nothing if conv is None else conv,
+                *((0, 0, 0) if conv is None else conv.stride()),
+                self._bound,
+            )
+            addresses = tuple(each.data_ptr() if isinstance(each, torch.Tensor) else each for each in tensors)
+            constants = tuple(self._verify_constants(tile).values())
+            self._fixed[key] = FixedArguments(tensors, addresses, constants)
+        return self._fixed[key]
+
+    def _verify_constants(self, tile: VerifyTile) -> dict[str, int]:
+        """The kernel's constants, in its order."""
+        shape = self._verify_shape
+        return {
+            "H": shape["H"],
+            "V": shape["V"],
+            "BV": tile.block_v,
+            **{name: shape[name] for name in ("T", "R", "W", "BIAS", "BOUNDED", "FOLDS", "CAPACITY")},
+            "EARLY": self._early_chunks(tile),
+            "AT_ONCE": tile.at_once,
+        }
 
     def _early_chunks(self, tile: VerifyTile) -> int:
         """Chunks of a program's states that have shared memory of their own, so that three programs fit."""
@@ -206,19 +254,16 @@ class HopperKernels(PortableKernels):
 
     def _descriptor(self, layer: int, block_v: int) -> TensorDescriptor:
         """A layer's states [slots, H V, K] in boxes of a program's rows and 128 bytes of channels."""
-        key = layer, block_v
-        if key not in self._descriptors:
-            recurrent = self.storage.layers[layer].recurrent
-            slots, heads, v_dim, k_dim = recurrent.shape
-            bits = 8 * recurrent.element_size()
-            self._descriptors[key] = TensorDescriptor(
-                recurrent,
-                [slots, heads * v_dim, k_dim],
-                [recurrent.stride(0), k_dim, 1],
-                [1, block_v, 8 * CHUNK_BYTES // bits],
-                gl.NVMMASharedLayout(CHUNK_BYTES, bits, 3),
-            )
-        return self._descriptors[key]
+        recurrent = self.storage.layers[layer].recurrent
+        slots, heads, v_dim, k_dim = recurrent.shape
+        bits = 8 * recurrent.element_size()
+        return TensorDescriptor(
+            recurrent,
+            [slots, heads * v_dim, k_dim],
+            [recurrent.stride(0), k_dim, 1],
+            [1, block_v, 8 * CHUNK_BYTES // bits],
+            gl.NVMMASharedLayout(CHUNK_BYTES, bits, 3),
+        )
 
     def write_records(
         self,
@@ -253,7 +298,7 @@ class HopperKernels(PortableKernels):
             BV=block_v,
             TABLE_COLUMNS=self._table.tensor.shape[1],
             **self._fold_shape,
-            num_warps=4,
+            num_warps=NUM_WARPS,
         )
 
 

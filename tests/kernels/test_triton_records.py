@@ -64,7 +64,11 @@ def test_written_records_fold_like_verified_ones(path: str, device: str) -> None
             rig.kernels.write_records(steps[0], 0, u, key, gate, None)
         rig.kernels.end(steps[0], torch.tensor([3], device=device), True, None)
         states.append(bytes_of(rig.storage.layers[0].recurrent[rig.slot(0)].cpu()))
-    assert torch.equal(*states)
+    if path == "portable":
+        assert torch.equal(*states)
+    else:
+        # Their norms were added up by another kernel, in another order.
+        assert row_error(*states) <= 4 * ROUNDOFF["float32"]
 
 
 def test_no_tokens(path: str, device: str) -> None:
