@@ -29,7 +29,7 @@ from tests.factories import (
     verify_all,
     widened,
 )
-from tests.kernels.harness import no_waits
+from tests.kernels.harness import AIM, no_waits, row_error
 
 VOCAB = 11
 
@@ -334,7 +334,11 @@ def test_a_flush_between_begin_step_and_replay_is_not_folded_twice(path: str) ->
         verify_all(plain, inputs)
         plain.defer(plain.sample(logits, drafts))
         assert manager.committed_len(handle) == other.committed_len(handle)
-        assert torch.equal(manager.read(handle, 1).recurrent, other.read(handle, 1).recurrent)
+        states = [each.read(handle, 1).recurrent for each in (manager, other)]
+        if path == "portable":
+            assert torch.equal(*states)
+        else:  # a window is verified over pending records, or over their fold: equal up to rounding
+            assert row_error(*states) <= AIM
 
 
 @pytest.mark.gpu
