@@ -19,6 +19,14 @@ from specstate.kernels.arena import Allocator, TorchAllocator
 from specstate.kernels.cursors import BlockTable, StepTensors
 from specstate.kernels.gluon_fold import fold_kernel
 from specstate.kernels.gluon_verify import verify_kernel
+from specstate.kernels.hopper_constants import (
+    CHUNK_BYTES,
+    NUM_WARPS,
+    PROGRAMS,
+    fold_constants,
+    verify_constants,
+    verify_options,
+)
 from specstate.kernels.portable import PortableKernels
 from specstate.kernels.supported import hopper_refusal
 from specstate.kernels.tiles import VerifyTile, fold_block, fold_blocks, verify_tile, verify_tiles
@@ -29,16 +37,6 @@ _GLUON_DTYPES = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.f
 
 #: Bytes of a vector load, and what addresses and strides of the window must be multiples of.
 VECTOR_BYTES = 16
-
-#: Bytes of a row of a state chunk, the widest that TMA swizzles.
-CHUNK_BYTES = 128
-
-#: Programs of the fold on a multiprocessor: as many as shared memory lets run.
-FOLD_PROGRAMS = 3
-
-
-#: Warps of a program, one thread a channel.
-NUM_WARPS = 4
 
 
 class FixedArguments(NamedTuple):
@@ -59,33 +57,10 @@ class HopperKernels(PortableKernels):
         refusal = hopper_refusal(config, storage)
         if refusal is not None:
             raise SpecStateError(f"path 'hopper': {refusal}")
-        spec = config.layer
         self._device_index = storage.cursors.device.index
+        self._fold_programs = PROGRAMS * _num_multiprocessors(storage.cursors.device)
+        self._fold_constants = {block_v: fold_constants(config, block_v) for block_v in fold_blocks(config)}
         self._compiled: dict[Any, Any] = {}
-        self._fold_programs = FOLD_PROGRAMS * _num_multiprocessors(storage.cursors.device)
-        capacity = max(4, _power_of_two(config.record_capacity))
-        window = {"T": config.max_query_len, "R": config.record_capacity, "H": spec.num_heads, "V": spec.head_v_dim}
-        gate = {"BOUNDED": spec.gate_lower_bound is not None}
-        self._verify_shape = {
-            **window,
-            **gate,
-            "W": spec.conv_kernel_size or 0,
-            "BIAS": params[0].conv_bias is not None,
-            "FOLDS": config.folds_in_verify,
-            "CAPACITY": capacity if config.folds_in_verify else 16,
-        }
-        self._fold_shape = {
-            **gate,
-            "H": spec.num_heads,
-            "V": spec.head_v_dim,
-            "R": config.record_capacity,
-            "CAPACITY": capacity,
-            "C": spec.conv_channels,
-            "HISTORY": spec.conv_history_len,
-            "RING": spec.conv_history_len + config.max_query_len,
-            "CHECKPOINT": _GLUON_DTYPES[storage.layers[0].recurrent.dtype],
-            "ACTIVATION": _GLUON_DTYPES[storage.layers[0].record_key_gate.dtype],
-        }
         self._last: tuple[StepTensors, int] | None = None
         super().__init__(config, params, storage)
 
@@ -94,9 +69,14 @@ class HopperKernels(PortableKernels):
         self._last = None
         self._fixed: dict[tuple[VerifyTile, int], FixedArguments] = {}
         self._compiled.clear()
-        self._verify_shape["BIAS"] = params[0].conv_bias is not None
-        names = {"A_LOG": params[0].A_log, "DT_BIAS": params[0].dt_bias}
-        self._fold_shape |= {name: _GLUON_DTYPES[tensor.dtype] for name, tensor in names.items()}
+        layer, given = self.storage.layers[0], params[0]
+        dtypes = {
+            "CHECKPOINT": layer.recurrent.dtype,
+            "ACTIVATION": layer.record_key_gate.dtype,
+            "A_LOG": given.A_log.dtype,
+            "DT_BIAS": given.dt_bias.dtype,
+        }
+        self._fold_dtypes = {name: _GLUON_DTYPES[dtype] for name, dtype in dtypes.items()}
 
     def warmup(self) -> None:
         super().warmup()
@@ -200,8 +180,9 @@ class HopperKernels(PortableKernels):
             int(out.dtype is torch.float32),
         )
         if compiled is None:
-            options = {"num_warps": NUM_WARPS, "maxnreg": tile.registers, "launch_pdl": True}
-            self._compiled[key] = verify_kernel[grid](*arguments, *fixed.tensors, *fixed.constants, **options)
+            self._compiled[key] = verify_kernel[grid](
+                *arguments, *fixed.tensors, *fixed.constants, **verify_options(tile)
+            )
         else:
             compiled[grid](*arguments, *fixed.addresses, *fixed.constants, stream=stream)
         self._last = step, stream
@@ -229,28 +210,10 @@ class HopperKernels(PortableKernels):
                 self._bound,
             )
             addresses = tuple(each.data_ptr() if isinstance(each, torch.Tensor) else each for each in tensors)
-            constants = tuple(self._verify_constants(tile).values())
+            named = verify_constants(self.config, tile) | {"BIAS": params.conv_bias is not None}
+            constants = tuple(named[verify_kernel.arg_names[place]] for place in verify_kernel.constexprs)
             self._fixed[key] = FixedArguments(tensors, addresses, constants)
         return self._fixed[key]
-
-    def _verify_constants(self, tile: VerifyTile) -> dict[str, int]:
-        """The kernel's constants, in its order."""
-        shape = self._verify_shape
-        return {
-            "H": shape["H"],
-            "V": shape["V"],
-            "BV": tile.block_v,
-            **{name: shape[name] for name in ("T", "R", "W", "BIAS", "BOUNDED", "FOLDS", "CAPACITY")},
-            "EARLY": self._early_chunks(tile),
-            "AT_ONCE": tile.at_once,
-        }
-
-    def _early_chunks(self, tile: VerifyTile) -> int:
-        """Chunks of a program's states that have shared memory of their own, so that three programs fit."""
-        chunks = self.config.layer.head_k_dim * self.storage.layers[0].recurrent.element_size() // CHUNK_BYTES
-        if chunks < 4 or tile.block_v < 128:
-            return chunks
-        return 3 if self.config.folds_in_verify else 2
 
     def _descriptor(self, layer: int, block_v: int) -> TensorDescriptor:
         """A layer's states [slots, H V, K] in boxes of a program's rows and 128 bytes of channels."""
@@ -295,9 +258,9 @@ class HopperKernels(PortableKernels):
             views.recurrent.stride(0) * views.recurrent.element_size() // VECTOR_BYTES,
             *((0, 0, 0) if views.conv is None else views.conv.stride()),
             self._bound,
-            BV=block_v,
             TABLE_COLUMNS=self._table.tensor.shape[1],
-            **self._fold_shape,
+            **self._fold_dtypes,
+            **self._fold_constants[block_v],
             num_warps=NUM_WARPS,
         )
 
@@ -309,7 +272,3 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 
 def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()
