@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from specstate.backends.build import PATHS
+from specstate.backends.build import PATHS, build_backend
 from specstate.config import FoldPolicy, KDALayerSpec, StateConfig
 from specstate.errors import SpecStateError
 from specstate.kernels import rows as at
@@ -23,6 +23,9 @@ from specstate.step import Step
 
 NUM_LAYERS, TOKENS, ROWS, VOCAB = 2, 8, 2, 17
 NOISY = SamplingParams(temperature=0.8, top_k=6, seed=2**40 + 11)
+
+#: Head dimensions K and V of the checks on each path: small ones, odd where the kernels take such.
+HEAD_DIMS = {"reference": (32, 48), "portable": (32, 48), "hopper": (128, 64)}
 
 #: Relative error, in the norm of a tensor, that float32 may have after the few dozen tokens of a check: 16 roundings of
 #: 2^-24 a token.
@@ -45,6 +48,7 @@ class Diagnosis:
     ok: bool
     backend: str
     path: str
+    """That of a model with heads of 128 x 128."""
     reason: str
     device: str
     versions: dict[str, str]
@@ -54,11 +58,12 @@ class Diagnosis:
 def examine() -> Diagnosis:
     """Finds the backend that will run here and checks its kernels; well under a minute once they are compiled."""
     backend, device, reason = _choose()
-    checks = tuple(_run_checks(backend, device))
+    path = _path_of_a_model(backend, device)
+    checks = tuple(check for each in _paths(backend, path) for check in _run_checks(backend, device, each))
     return Diagnosis(
         ok=all(check.ok for check in checks),
         backend=backend,
-        path=PATHS[backend][0],
+        path=path,
         reason=reason,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         versions={name: _version(name) for name in ("specstate", "torch", "triton", "pydantic")}
@@ -77,6 +82,22 @@ def _choose() -> tuple[Literal["triton", "reference"], torch.device, str]:
     return "triton", device, "a GPU and triton are there"
 
 
+def _path_of_a_model(backend: Literal["triton", "reference"], device: torch.device) -> str:
+    """The kernels that a model with heads of 128 x 128 gets; the first of the backend's where none can be had."""
+    layer = KDALayerSpec(num_heads=1, head_k_dim=128, head_v_dim=128, conv_kernel_size=None)
+    config = StateConfig(num_layers=1, layer=layer, max_requests=1, max_query_len=1)
+    try:
+        params = (LayerParams(torch.zeros(1, device=device), torch.zeros(1, 128, device=device)),)
+        return build_backend(config, params, device, backend, storage=None, debug=False).path
+    except (SpecStateError, RuntimeError):  # the checks say why
+        return PATHS[backend][0]
+
+
+def _paths(backend: Literal["triton", "reference"], path: str) -> tuple[str, ...]:
+    """Those that serve: the first of the backend's takes any model, ``path`` some."""
+    return tuple(dict.fromkeys((PATHS[backend][0], path)))
+
+
 def _version(name: str) -> str:
     try:
         return version(name)
@@ -84,11 +105,11 @@ def _version(name: str) -> str:
         return "missing"
 
 
-def _run_checks(backend: Literal["triton", "reference"], device: torch.device) -> Iterator[Check]:
+def _run_checks(backend: Literal["triton", "reference"], device: torch.device, path: str) -> Iterator[Check]:
     def trial(
         policy: FoldPolicy, gate_lower_bound: float | None = None, sampling: SamplingParams | None = None
     ) -> Trial:
-        return Trial(backend, device, policy, gate_lower_bound, sampling)
+        return Trial(backend, device, path, policy, gate_lower_bound, sampling)
 
     tried: list[tuple[str, Callable[[], str]]] = [
         ("conv, verify and fold at commit", lambda: _judge(trial("eager").decode(6))),
@@ -102,7 +123,8 @@ def _run_checks(backend: Literal["triton", "reference"], device: torch.device) -
     ]
     if device.type == "cuda":
         tried.append(("a step inside a CUDA graph", lambda: trial("ring").replay()))
-    for name, attempt in tried:
+    for what, attempt in tried:
+        name = what if backend == "reference" else f"{path}: {what}"
         try:
             yield Check(name, True, attempt())
         except (SpecStateError, RuntimeError) as failure:
@@ -126,11 +148,15 @@ class Trial:
         self,
         backend: Literal["triton", "reference"],
         device: torch.device,
+        path: str,
         policy: FoldPolicy,
         gate_lower_bound: float | None,
         sampling: SamplingParams | None,
     ) -> None:
-        layer = KDALayerSpec(num_heads=2, head_k_dim=32, head_v_dim=48, gate_lower_bound=gate_lower_bound)
+        head_k_dim, head_v_dim = HEAD_DIMS[path]
+        layer = KDALayerSpec(
+            num_heads=2, head_k_dim=head_k_dim, head_v_dim=head_v_dim, gate_lower_bound=gate_lower_bound
+        )
         self.config = StateConfig(
             num_layers=NUM_LAYERS,
             layer=layer,
@@ -138,6 +164,7 @@ class Trial:
             max_query_len=TOKENS // ROWS,
             fold_policy=policy,
             activation_dtype="float32",
+            path=path,
         )
         self._device = device
         self._random = torch.Generator().manual_seed(0)

@@ -61,6 +61,10 @@ def triton(file: str, words: str) -> tuple[str, ...]:
     return (f"tests/kernels/test_triton_{file}.py", "-k", words)
 
 
+def choice(words: str) -> tuple[str, ...]:
+    return ("tests/kernels/test_choice.py", "-k", words)
+
+
 MUTATIONS = (
     # -- rule 1: one owner
     Mutation(
@@ -119,6 +123,11 @@ MUTATIONS = (
         "tl.store(p_cursor + CURSOR_CHECKPOINT_LEN, checkpoint_len + folded)",
         triton("cursor", "late_end"),
     ),
+    Mutation(
+        1, "Hopper: a verify waits for the end of a row", "specstate/kernels/hopper.py",
+        "self._last = None\n        super().null_row(step, row)", "super().null_row(step, row)",
+        choice("changes_its_rows and null_row"),
+    ),
     # -- rule 2: pending records
     Mutation(
         2, "new parameters wait for a flush", "specstate/manager/core.py",
@@ -167,6 +176,16 @@ MUTATIONS = (
         "if not self._flushed:", "if False:",
         refusals("write_records and pending"),
     ),
+    Mutation(
+        2, "Hopper: a fold has room for every record", "specstate/kernels/tiles.py",
+        "1 << (config.record_capacity - 1).bit_length()", "1 << config.record_capacity.bit_length() - 1",
+        choice("room_for_every_record"),
+    ),
+    Mutation(
+        2, "Hopper: a verify waits for what a flush leaves", "specstate/kernels/hopper.py",
+        "self._last = None\n        super().refresh(step)", "super().refresh(step)",
+        choice("changes_its_rows and refresh"),
+    ),
     # -- rule 3: verify reads, and writes records
     Mutation(
         3, "debug compares what a verify wrote", "specstate/backends/guard.py",
@@ -177,6 +196,11 @@ MUTATIONS = (
         3, "an out lies outside of the storage", "specstate/backends/tensors.py",
         "if self.storage.meets(out):", "if False:",
         refusals("out and record_u"),
+    ),
+    Mutation(
+        3, "Hopper: a verify waits for another step's", "specstate/kernels/hopper.py",
+        "self._last is not None and self._last[0] is step and", "self._last is not None and",
+        choice("changes_its_rows and another_step"),
     ),
     # -- rule 4: a row that owns nothing does nothing
     Mutation(
@@ -336,6 +360,32 @@ MUTATIONS = (
         8, "Triton: an address table knows its storage", "specstate/kernels/table.py",
         "if now != then:", "if False:",
         triton("layouts", "replaced_storage"),
+    ),
+    Mutation(
+        8, "Hopper: vectors of a state start where they may", "specstate/kernels/supported.py",
+        "if layer.recurrent.data_ptr() % 16 or stride % 16:", "if stride % 16:",
+        choice("storage_is_refused"),
+    ),
+    Mutation(
+        8, "Hopper: slots of a state lie where they may", "specstate/kernels/supported.py",
+        "if layer.recurrent.data_ptr() % 16 or stride % 16:", "if layer.recurrent.data_ptr() % 16:",
+        choice("storage_is_refused"),
+    ),
+    Mutation(
+        8, "Hopper: kernels that do not serve allocate nothing", "specstate/kernels/supported.py",
+        'if config.path == "hopper":', "if False:",
+        choice("before_anything_is_allocated"),
+    ),
+    Mutation(
+        8, "a pinned path is not exchanged", "specstate/kernels/choice.py",
+        'config.path == "hopper" or (config.path is None and', "(config.path is None and",
+        choice("test_the_choice"),
+    ),
+    Mutation(
+        8, "another storage has a path of its own", "specstate/backends/tensors.py",
+        "self._storage, self._kernels, self.path = storage, kernels, kernels.path",
+        "self._storage, self._kernels = storage, kernels",
+        choice("storage_may_change"),
     ),
     # -- rule 9: slots are conserved
     Mutation(

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from specstate import doctor
+from specstate import SpecStateError, doctor
 from specstate.cli import CHECK_FAILED, main
 from specstate.kernels.reference import ReferenceKernels
 
@@ -62,8 +62,42 @@ def test_a_wrong_state_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("1.0e-03" in check.detail for check in found.checks)
 
 
+@pytest.mark.parametrize(("path", "checked"), [("portable", ["portable"]), ("hopper", ["portable", "hopper"])])
+def test_every_path_that_serves_is_checked(path: str, checked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_run(backend: str, device: torch.device, path: str, *_: object) -> None:
+        raise RuntimeError(f"of {path}")
+
+    monkeypatch.setattr(doctor, "_choose", lambda: ("triton", torch.device("cpu"), "as if there were a GPU"))
+    monkeypatch.setattr(doctor, "_path_of_a_model", lambda *_: path)
+    monkeypatch.setattr(doctor, "Trial", not_run)
+    found = doctor.examine()
+    assert (found.ok, found.path) == (False, path)
+    assert len(found.checks) == 8 * len(checked)
+    flushes = [(check.name, check.detail) for check in found.checks if "flush" in check.name]
+    assert flushes == [(f"{each}: flush", f"RuntimeError: of {each}") for each in checked]
+
+
+def test_a_path_that_cannot_be_had_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise SpecStateError("no")
+
+    monkeypatch.setattr(doctor, "build_backend", refuse)
+    assert doctor._path_of_a_model("triton", torch.device("cpu")) == "portable"
+
+
+def test_head_dimensions_of_a_trial_follow_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU runs on, here computed by the reference."""
+    monkeypatch.setitem(doctor.HEAD_DIMS, "reference", doctor.HEAD_DIMS["hopper"])
+    trial = doctor.Trial("reference", torch.device("cpu"), "reference", "ring", None, None)
+    spec = trial.config.layer
+    assert (spec.head_k_dim, spec.head_v_dim, trial.config.path) == (128, 64, "reference")
+    assert trial.decode(2) < doctor.TOLERANCE
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_the_triton_kernels_are_checked() -> None:
     found = doctor.examine()
     assert found.ok, found
-    assert (found.backend, found.path) == ("triton", "portable")
+    on_hopper = torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
+    assert (found.backend, found.path) == ("triton", "hopper" if on_hopper else "portable")
+    assert len(found.checks) == (18 if on_hopper else 9)

@@ -34,11 +34,27 @@ def check_supported(config: StateConfig, device: torch.device) -> None:
     ):
         if not least <= size <= most:
             raise SpecStateError(f"{name} = {size} is outside {least}..{most} of backend 'triton'; {instead}")
+    if config.path == "hopper":
+        refusal = _hopper_config_refusal(config, device)
+        if refusal is not None:
+            raise SpecStateError(f"path 'hopper': {refusal}")
 
 
 def hopper_refusal(config: StateConfig, storage: Storage) -> str | None:
     """Why the Hopper kernels do not serve ``config`` over ``storage``; None when they do."""
-    spec, device = config.layer, storage.cursors.device
+    refusal = _hopper_config_refusal(config, storage.cursors.device)
+    if refusal is not None:
+        return refusal
+    for index, layer in enumerate(storage.layers):
+        stride = layer.recurrent.stride(0) * layer.recurrent.element_size()
+        if layer.recurrent.data_ptr() % 16 or stride % 16:
+            return f"storage[{index}].recurrent must start, and step from slot to slot, at multiples of 16 bytes"
+    return None
+
+
+def _hopper_config_refusal(config: StateConfig, device: torch.device) -> str | None:
+    """The same without a storage, which may be too large to be made in vain."""
+    spec = config.layer
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
         return f"needs a GPU of compute capability 9.0, the manager is on {device}"
     if spec.head_k_dim != 128:
@@ -47,10 +63,6 @@ def hopper_refusal(config: StateConfig, storage: Storage) -> str | None:
         return f"head_v_dim = {spec.head_v_dim} must be a multiple of 64"
     if config.record_capacity > 64:
         return f"record_capacity = {config.record_capacity} must be at most 64"
-    for index, layer in enumerate(storage.layers):
-        stride = layer.recurrent.stride(0) * layer.recurrent.element_size()
-        if layer.recurrent.data_ptr() % 16 or stride % 16:
-            return f"storage[{index}].recurrent must start, and step from slot to slot, at multiples of 16 bytes"
     return None
 
 

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,17 @@ class Target:
         return 0
 
 
+@contextmanager
+def launcher_on_a_cpu() -> Iterator[None]:
+    """HopperKernels can be built over a CPU's storage in here, to see what it would launch."""
+    with (
+        mock.patch.object(hopper, "hopper_refusal", return_value=None),
+        mock.patch.object(hopper, "_num_multiprocessors", return_value=132),
+        mock.patch.object(torch.cuda, "current_stream", return_value=mock.Mock(cuda_stream=0)),
+    ):
+        yield
+
+
 class Compiled:
     """Stands for a kernel of the launcher: compiles what would be launched, and keeps it."""
 
@@ -119,12 +132,7 @@ def compile_variant(variant: Variant) -> Any:
     config, device = model_config(**variant.changes), torch.device("cpu")
     triton.runtime.driver.set_active(Target())
     kernel = Compiled(getattr(hopper, f"{variant.kernel}_kernel"))
-    with (
-        mock.patch.object(hopper, f"{variant.kernel}_kernel", kernel),
-        mock.patch.object(hopper, "hopper_refusal", return_value=None),
-        mock.patch.object(hopper, "_num_multiprocessors", return_value=132),
-        mock.patch.object(torch.cuda, "current_stream", return_value=mock.Mock(cuda_stream=0)),
-    ):
+    with launcher_on_a_cpu(), mock.patch.object(hopper, f"{variant.kernel}_kernel", kernel):
         kernels = hopper.HopperKernels(config, tuple(make_params(config)), Storage(config, device))
         if variant.kernel == "fold":
             assert variant.block_v in fold_blocks(config)
