@@ -91,7 +91,7 @@ class StateConfig(_Frozen):
     memory_limit_bytes: int | None = Field(default=None, ge=1, le=INT64_MAX)
     """A plan above it is refused."""
     path: str | None = None
-    """Pins the kernels that run; None lets the backend choose."""
+    """Pins the kernels that run, "portable" or "hopper" of backend "triton"; None lets the backend choose."""
 
     @property
     def folds_in_verify(self) -> bool:

@@ -276,11 +276,7 @@ def _eight_keys(s_halves, s_norms, norm, first, later, bias, rate, bound, START:
 
 @gluon.jit
 def pending_keys(s_records, s_norms, norm, first, later, bias, rate, bound, BOUNDED: gl.constexpr):
-<<<<<<< HEAD
     """Normalised keys of a tile of records, decayed to the newest one's end, [warps, 32, 16]; the gates behind it.
-=======
-    """Normalised keys of a tile of records, decayed to the newest's end, [warps, channels, 16]; the decay behind it.
->>>>>>> b9710bf (A line that was too long)
 
     s_norms from ``norm`` on, and the tile, hold records first .. first + 15; before record 0 keys are zero.
     """
