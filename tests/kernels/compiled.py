@@ -27,7 +27,8 @@ from specstate.kernels import hopper
 from specstate.kernels import rows as at
 from specstate.kernels.arena import TorchAllocator
 from specstate.kernels.cursors import StepTensors
-from specstate.kernels.tiles import PROGRAMS, fold_blocks, verify_tiles
+from specstate.kernels.hopper_constants import PROGRAMS
+from specstate.kernels.tiles import fold_blocks, verify_tiles
 from specstate.storage import Storage
 from specstate.validation import DTYPES
 from tests.factories import make_config, make_inputs, make_params
@@ -108,7 +109,6 @@ def launcher_on_a_cpu() -> Iterator[None]:
     with (
         mock.patch.object(hopper, "hopper_refusal", return_value=None),
         mock.patch.object(hopper, "_num_multiprocessors", return_value=132),
-        mock.patch.object(torch.cuda, "current_stream", return_value=mock.Mock(cuda_stream=0)),
     ):
         yield
 
@@ -119,6 +119,9 @@ class Compiled:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self.code: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def compile_it(*arguments: Any, **constants: Any) -> None:
