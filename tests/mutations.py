@@ -177,7 +177,7 @@ MUTATIONS = (
         refusals("write_records and pending"),
     ),
     Mutation(
-        2, "Hopper: a fold has room for every record", "specstate/kernels/tiles.py",
+        2, "Hopper: a fold has room for every record", "specstate/kernels/hopper_constants.py",
         "1 << (config.record_capacity - 1).bit_length()", "1 << config.record_capacity.bit_length() - 1",
         choice("room_for_every_record"),
     ),
@@ -194,7 +194,7 @@ MUTATIONS = (
     ),
     Mutation(
         3, "an out lies outside of the storage", "specstate/backends/tensors.py",
-        "if self.storage.meets(out):", "if False:",
+        "if self.storage.meets_span(start, end):", "if False:",
         refusals("out and record_u"),
     ),
     Mutation(

@@ -97,5 +97,5 @@ def test_no_more_than_some_are_remembered(monkeypatch: pytest.MonkeyPatch) -> No
     known, tensor = WindowLooks(), torch.zeros(2, 2)
     for tokens in range(9):
         known.keep(tokens, (tensor,) * 4)
-        assert known.find(tokens, (tensor,) * 4) == (16,) * 4
+        assert known.find(tokens, (tensor,) * 4) == ((16,) * 4, None)
         assert len(known._known) <= 4

@@ -25,10 +25,13 @@ def shielded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[A
     @wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         kind = self.device.type
+        is_plain = not torch.is_autocast_enabled(kind) and (
+            kind not in _PRODUCTS or _PRODUCTS[kind].fp32_precision in _WHOLE
+        )
+        if is_plain and not torch.is_grad_enabled():  # as in most decode loops, which then pay for no context
+            return method(self, *args, **kwargs)
         with torch.no_grad():
-            if not torch.is_autocast_enabled(kind) and (
-                kind not in _PRODUCTS or _PRODUCTS[kind].fp32_precision in _WHOLE
-            ):
+            if is_plain:
                 return method(self, *args, **kwargs)
             with torch.autocast(kind, enabled=False), _whole_products(kind):
                 return method(self, *args, **kwargs)

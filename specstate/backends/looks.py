@@ -11,35 +11,35 @@ from specstate.validation import memory_span
 MOST_LOOKS = 256
 
 
-class Reaches(NamedTuple):
-    """Bytes from the first to behind the last of each tensor of a window; 0 of one that was not given."""
+class Known(NamedTuple):
+    """What is known of windows that look alike."""
 
-    qkv: int
-    raw_gate: int
-    raw_beta: int
-    out: int
+    reaches: tuple[int, ...]
+    """Bytes from the first to behind the last of qkv, raw_gate, raw_beta and out; 0 of one that was not given."""
+    layout: Any
+    """What the kernels make of their strides and dtypes; None: they look for themselves."""
 
 
 class WindowLooks:
     """Looks of windows that passed every check which does not ask where a tensor lies."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Reaches] = {}
+        self._known: dict[Any, Known] = {}
 
-    def find(self, num_tokens: int, tensors: Sequence[Any]) -> Reaches | None:
+    def find(self, num_tokens: int, tensors: Sequence[Any]) -> Known | None:
         """What is known of a window of ``num_tokens`` that looks like ``tensors``; None: it must be checked."""
         return self._known.get((num_tokens, _looks(tensors)))
 
-    def keep(self, num_tokens: int, tensors: Sequence[torch.Tensor | None]) -> Reaches:
+    def keep(self, num_tokens: int, tensors: Sequence[torch.Tensor | None], layout: Any = None) -> Known:
         """Remembers a window that has been checked."""
         spans = [(0, 0) if tensor is None else memory_span(tensor) for tensor in tensors]
-        reaches = Reaches(*(end - start for start, end in spans))
+        known = Known(tuple(end - start for start, end in spans), layout)
         looks = _looks(tensors)
         if looks is not None:
             if len(self._known) >= MOST_LOOKS:
                 self._known.clear()
-            self._known[num_tokens, looks] = reaches
-        return reaches
+            self._known[num_tokens, looks] = known
+        return known
 
 
 def _looks(tensors: Sequence[Any]) -> tuple[Any, ...] | None:

@@ -10,7 +10,7 @@ import torch
 from specstate.backends import Cursor, DeviceCounters, LayerInputs, LayerRecords, LayerState, folds_of
 from specstate.backends.ambient import shielded
 from specstate.backends.guard import LayerGuard
-from specstate.backends.looks import Reaches, WindowLooks
+from specstate.backends.looks import WindowLooks
 from specstate.batch import Batch
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
@@ -334,20 +334,20 @@ class TensorBackend:
 
     @shielded
     def verify(self, rows: StepTensors, layer: int, inputs: LayerInputs, out: Any, where: str) -> torch.Tensor:
-        given = (*inputs, out)
-        reaches = self._looks.find(rows.num_tokens, given)
-        if reaches is None:
-            self._check_window(rows.num_tokens, inputs, out, where)
-            reaches = self._looks.keep(rows.num_tokens, given)
+        given, num_tokens = (*inputs, out), rows.num_tokens
+        known = self._looks.find(num_tokens, given)
+        if known is None:
+            self._check_window(num_tokens, inputs, out, where)
+            known = self._looks.keep(num_tokens, given, None if out is None else self.kernels.layout(*given))
         qkv, gate, beta = inputs
         if out is None:
             spec = self.config.layer
-            shape = (rows.num_tokens, spec.num_heads, spec.head_v_dim)
+            shape = (num_tokens, spec.num_heads, spec.head_v_dim)
             out = torch.empty(shape, dtype=self._activation, device=self.device)
         else:
-            self._check_out(out, inputs, reaches, where)
+            self._check_out(out, inputs, known.reaches, where)
         guard = LayerGuard(self.storage.layers[layer], rows.rows) if self._debug else None
-        self.kernels.verify(rows, layer, qkv, gate, beta, out)
+        self.kernels.verify(rows, layer, qkv, gate, beta, out, known.layout)
         if guard is not None:
             guard.check(f"verify of layer {layer}{where}")
         return out
@@ -541,14 +541,14 @@ class TensorBackend:
             if tensor is not None:
                 self.kernels.check_layout(name, tensor, where)
 
-    def _check_out(self, out: torch.Tensor, inputs: LayerInputs, reaches: Reaches, where: str) -> None:
+    def _check_out(self, out: torch.Tensor, inputs: LayerInputs, reaches: tuple[int, ...], where: str) -> None:
         """``out`` is written while inputs and state are read, so it must have memory of its own."""
         if out.is_inference() and not torch.is_inference_mode_enabled():
             raise SpecStateError(f"out is an inference tensor and may only be written in inference mode{where}")
-        if not reaches.out:
+        if not reaches[-1]:
             return
         start = out.data_ptr()
-        end = start + reaches.out
+        end = start + reaches[-1]
         for name, tensor, reach in zip(inputs._fields, inputs, reaches, strict=False):
             first = tensor.data_ptr()
             if start < first + reach and first < end:

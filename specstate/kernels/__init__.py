@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 # The layout table reads kernels/rows.py, and a plan needs no torch.
 if TYPE_CHECKING:
@@ -68,6 +68,12 @@ class Kernels(Protocol):
         """Raises SpecStateError for an argument whose strides these kernels cannot follow."""
         ...
 
+    def layout(
+        self, qkv: torch.Tensor, raw_gate: torch.Tensor, raw_beta: torch.Tensor, out: torch.Tensor
+    ) -> object | None:
+        """What ``verify`` needs to know of a window's strides and dtypes, for the caller to keep; None for nothing."""
+        ...
+
     def verify(
         self,
         step: StepTensors,
@@ -76,8 +82,12 @@ class Kernels(Protocol):
         raw_gate: torch.Tensor,
         raw_beta: torch.Tensor,
         out: torch.Tensor,
+        layout: Any = None,
     ) -> None:
-        """A window of one layer: qkv [tokens, C], raw_gate [tokens, H, K], raw_beta [tokens, H], out [tokens, H, V]."""
+        """A window of one layer: qkv [tokens, C], raw_gate [tokens, H, K], raw_beta [tokens, H], out [tokens, H, V].
+
+        layout: that of tensors with these strides and dtypes, if it is at hand.
+        """
         ...
 
     def write_records(

@@ -45,7 +45,21 @@ class FixedArguments(NamedTuple):
     tensors: tuple[Any, ...]
     addresses: tuple[Any, ...]
     """The same, with addresses in place of tensors."""
-    constants: tuple[int, ...]
+
+
+class WindowLayout(NamedTuple):
+    """Strides and dtypes of a window, as the kernel takes them; strides of 16 bytes, of beta in elements."""
+
+    steps_in_vectors: bool
+    """From token to token, qkv, gate and outputs step by multiples of 16 bytes."""
+    qkv_stride: int
+    gate_stride: int
+    gate_dtype: torch.dtype
+    beta_stride: int
+    beta_is_wide: int
+    """1 in float32, 0 in the activation dtype."""
+    out_stride: int
+    out_is_wide: int
 
 
 class HopperKernels(PortableKernels):
@@ -61,14 +75,18 @@ class HopperKernels(PortableKernels):
         self._fold_programs = PROGRAMS * _num_multiprocessors(storage.cursors.device)
         self._fold_constants = {block_v: fold_constants(config, block_v) for block_v in fold_blocks(config)}
         self._compiled: dict[Any, Any] = {}
+        self._tiles: dict[int, VerifyTile] = {}
         self._last: tuple[StepTensors, int] | None = None
         super().__init__(config, params, storage)
 
     def bind(self, params: tuple[LayerParams, ...]) -> None:
         super().bind(params)
         self._last = None
-        self._fixed: dict[tuple[VerifyTile, int], FixedArguments] = {}
         self._compiled.clear()
+        layers = range(self.config.num_layers)
+        self._fixed = {
+            tile: [self._fixed_arguments(tile, layer) for layer in layers] for tile in verify_tiles(self.config)
+        }
         layer, given = self.storage.layers[0], params[0]
         dtypes = {
             "CHECKPOINT": layer.recurrent.dtype,
@@ -94,7 +112,9 @@ class HopperKernels(PortableKernels):
         out = zeros(1, spec.num_heads, spec.head_v_dim)
         for tile, dtype in product(verify_tiles(self.config), {activation, torch.float32}):
             gate = zeros(1, spec.num_heads, spec.head_k_dim, dtype=dtype)
-            self._launch_verify(tile, step, 0, qkv, gate, beta, out)
+            window = qkv, gate, beta, out
+            addresses = qkv.data_ptr(), gate.data_ptr(), beta.data_ptr(), out.data_ptr()
+            self._launch_verify(tile, step, 0, (qkv, gate), addresses, self.layout(*window))
         for dtypes in product((activation, torch.float32), repeat=3):
             raw_gate = zeros(1, spec.num_heads, spec.head_k_dim, dtype=dtypes[0])
             super().verify(step, 0, qkv, raw_gate, beta.to(dtypes[1]), out.to(dtypes[2]))
@@ -123,6 +143,22 @@ class HopperKernels(PortableKernels):
         self._last = None
         super().null_row(step, row)
 
+    def layout(
+        self, qkv: torch.Tensor, raw_gate: torch.Tensor, raw_beta: torch.Tensor, out: torch.Tensor
+    ) -> WindowLayout:
+        steps = [tensor.stride(0) * tensor.element_size() for tensor in (qkv, raw_gate, out)]
+        vectors = [step // VECTOR_BYTES for step in steps]
+        return WindowLayout(
+            steps_in_vectors=all(step % VECTOR_BYTES == 0 for step in steps),
+            qkv_stride=vectors[0],
+            gate_stride=vectors[1],
+            gate_dtype=raw_gate.dtype,
+            beta_stride=raw_beta.stride(0),
+            beta_is_wide=int(raw_beta.dtype is torch.float32),
+            out_stride=vectors[2],
+            out_is_wide=int(out.dtype is torch.float32),
+        )
+
     def verify(
         self,
         step: StepTensors,
@@ -131,89 +167,93 @@ class HopperKernels(PortableKernels):
         raw_gate: torch.Tensor,
         raw_beta: torch.Tensor,
         out: torch.Tensor,
+        layout: Any = None,
     ) -> None:
-        if not len(step.positions):
+        if not step.num_tokens:
             return
-        if not (_is_aligned(qkv) and _is_aligned(raw_gate) and _is_aligned(out)):
+        if layout is None:
+            layout = self.layout(qkv, raw_gate, raw_beta, out)
+        addresses = qkv.data_ptr(), raw_gate.data_ptr(), raw_beta.data_ptr(), out.data_ptr()
+        starts_in_vectors = (addresses[0] | addresses[1] | addresses[3]) % VECTOR_BYTES == 0
+        if not (layout.steps_in_vectors and starts_in_vectors):
             self._last = None
             super().verify(step, layer, qkv, raw_gate, raw_beta, out)
             return
-        self._launch_verify(verify_tile(self.config, len(step.rows)), step, layer, qkv, raw_gate, raw_beta, out)
+        num_rows = step.rows.shape[0]
+        tile = self._tiles.get(num_rows)
+        if tile is None:
+            tile = self._tiles[num_rows] = verify_tile(self.config, num_rows)
+        self._launch_verify(tile, step, layer, (qkv, raw_gate), addresses, layout)
 
     def _launch_verify(
         self,
         tile: VerifyTile,
         step: StepTensors,
         layer: int,
-        qkv: torch.Tensor,
-        raw_gate: torch.Tensor,
-        raw_beta: torch.Tensor,
-        out: torch.Tensor,
+        tensors: tuple[torch.Tensor, torch.Tensor],
+        addresses: tuple[int, int, int, int],
+        layout: WindowLayout,
     ) -> None:
-        num_rows, spec = len(step.rows), self.config.layer
+        """``tensors``: qkv and raw_gate, for a first launch; ``addresses``: theirs, raw_beta's and out's."""
+        spec, num_rows, num_tokens = self.config.layer, step.rows.shape[0], step.num_tokens
         device, stream = driver.active.get_current_device(), driver.active.get_current_stream(self._device_index)
         is_chained = self._last is not None and self._last[0] is step and self._last[1] == stream
         grid = ((num_rows + 1) * spec.num_heads * (spec.head_v_dim // tile.block_v), 1, 1)
-        strides = [tensor.stride(0) * tensor.element_size() // VECTOR_BYTES for tensor in (qkv, raw_gate, out)]
-        fixed = self._fixed_arguments(tile, layer)
-        key = device, tile, raw_gate.dtype
+        fixed = self._fixed[tile][layer]
+        key = device, tile, layout.gate_dtype
         compiled = self._compiled.get(key)
         # Triton's own launch looks at every argument anew, for several times what the launch itself takes. What was
         # compiled for a layer holds for all: nothing that differs from call to call is specialised on.
-        tensors = (step.rows, step.query_start_loc, qkv, raw_gate)
-        rows, starts, window, gate = tensors if compiled is None else [tensor.data_ptr() for tensor in tensors]
+        rows: Any = step.rows if compiled is None else step.rows.data_ptr()
+        starts: Any = step.query_start_loc if compiled is None else step.query_start_loc.data_ptr()
+        qkv, gate = tensors if compiled is None else addresses[:2]
         arguments = (
             int(is_chained),
             rows,
             starts,
             num_rows,
-            len(step.positions),
-            window,
-            strides[0],
+            num_tokens,
+            qkv,
+            layout.qkv_stride,
             gate,
-            strides[1],
-            raw_beta.data_ptr(),
-            raw_beta.stride(0),
-            int(raw_beta.dtype is torch.float32),
-            out.data_ptr(),
-            strides[2],
-            int(out.dtype is torch.float32),
+            layout.gate_stride,
+            addresses[2],
+            layout.beta_stride,
+            layout.beta_is_wide,
+            addresses[3],
+            layout.out_stride,
+            layout.out_is_wide,
         )
         if compiled is None:
-            self._compiled[key] = verify_kernel[grid](
-                *arguments, *fixed.tensors, *fixed.constants, **verify_options(tile)
-            )
+            self._compiled[key] = verify_kernel[grid](*arguments, *fixed.tensors, **verify_options(tile))
         else:
-            compiled[grid](*arguments, *fixed.addresses, *fixed.constants, stream=stream)
+            compiled[grid](*arguments, *fixed.addresses, stream=stream)
         self._last = step, stream
 
     def _fixed_arguments(self, tile: VerifyTile, layer: int) -> FixedArguments:
         """What every verify of a layer hands to the kernel."""
-        key = tile, layer
-        if key not in self._fixed:
-            views, params = self.storage.layers[layer], self.params[layer]
-            nothing, conv = views.record_key_gate, views.conv
-            tensors = (
-                self._descriptor(layer, tile.block_v),
-                views.recurrent,
-                views.recurrent.stride(0),
-                views.record_u,
-                views.record_key_gate,
-                views.record_inv_norm,
-                params.A_log,
-                params.dt_bias,
-                params.A_log if params.conv_weight is None else params.conv_weight,
-                params.A_log if params.conv_bias is None else params.conv_bias,
-                nothing if views.conv_ring is None else views.conv_ring,
-                nothing if conv is None else conv,
-                *((0, 0, 0) if conv is None else conv.stride()),
-                self._bound,
-            )
-            addresses = tuple(each.data_ptr() if isinstance(each, torch.Tensor) else each for each in tensors)
-            named = verify_constants(self.config, tile) | {"BIAS": params.conv_bias is not None}
-            constants = tuple(named[verify_kernel.arg_names[place]] for place in verify_kernel.constexprs)
-            self._fixed[key] = FixedArguments(tensors, addresses, constants)
-        return self._fixed[key]
+        views, params = self.storage.layers[layer], self.params[layer]
+        nothing, conv = views.record_key_gate, views.conv
+        constants = verify_constants(self.config, tile) | {"BIAS": params.conv_bias is not None}
+        tensors = (
+            self._descriptor(layer, tile.block_v),
+            views.recurrent,
+            views.recurrent.stride(0),
+            views.record_u,
+            views.record_key_gate,
+            views.record_inv_norm,
+            params.A_log,
+            params.dt_bias,
+            params.A_log if params.conv_weight is None else params.conv_weight,
+            params.A_log if params.conv_bias is None else params.conv_bias,
+            nothing if views.conv_ring is None else views.conv_ring,
+            nothing if conv is None else conv,
+            *((0, 0, 0) if conv is None else conv.stride()),
+            self._bound,
+            *(constants[verify_kernel.arg_names[place]] for place in verify_kernel.constexprs),
+        )
+        addresses = tuple(each.data_ptr() if isinstance(each, torch.Tensor) else each for each in tensors)
+        return FixedArguments(tensors, addresses)
 
     def _descriptor(self, layer: int, block_v: int) -> TensorDescriptor:
         """A layer's states [slots, H V, K] in boxes of a program's rows and 128 bytes of channels."""
@@ -263,11 +303,6 @@ class HopperKernels(PortableKernels):
             **self._fold_constants[block_v],
             num_warps=NUM_WARPS,
         )
-
-
-def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether every token's values start at a multiple of 16 bytes."""
-    return tensor.data_ptr() % VECTOR_BYTES == 0 and tensor.stride(0) * tensor.element_size() % VECTOR_BYTES == 0
 
 
 def _num_multiprocessors(device: torch.device) -> int:

@@ -5,6 +5,7 @@ what a step needs was made with the storage, or comes with the step.
 """
 
 from itertools import product
+from typing import Any
 
 import torch
 import triton
@@ -154,6 +155,9 @@ class PortableKernels:
     def null_row(self, step: StepTensors, row: int) -> None:
         cursors.null_row(step.rows, row)
 
+    def layout(self, qkv: torch.Tensor, raw_gate: torch.Tensor, raw_beta: torch.Tensor, out: torch.Tensor) -> Any:
+        return None
+
     def verify(
         self,
         step: StepTensors,
@@ -162,6 +166,7 @@ class PortableKernels:
         raw_gate: torch.Tensor,
         raw_beta: torch.Tensor,
         out: torch.Tensor,
+        layout: Any = None,
     ) -> None:
         num_rows, num_tokens = len(step.rows), len(step.positions)
         if not num_tokens:

@@ -13,7 +13,7 @@ Nothing here waits for the device. On a CPU, where looking at a value is free, r
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +83,9 @@ class ReferenceKernels:
         cursors.null_row(step.rows, row)
         step.places = None
 
+    def layout(self, qkv: torch.Tensor, raw_gate: torch.Tensor, raw_beta: torch.Tensor, out: torch.Tensor) -> Any:
+        return None
+
     def verify(
         self,
         step: StepTensors,
@@ -91,6 +94,7 @@ class ReferenceKernels:
         raw_gate: torch.Tensor,
         raw_beta: torch.Tensor,
         out: torch.Tensor,
+        layout: Any = None,
     ) -> None:
         verify(step, self.storage.layers[layer], self.params[layer], self._bound, qkv, raw_gate, raw_beta, out)
 

@@ -109,6 +109,7 @@ def launcher_on_a_cpu() -> Iterator[None]:
     with (
         mock.patch.object(hopper, "hopper_refusal", return_value=None),
         mock.patch.object(hopper, "_num_multiprocessors", return_value=132),
+        mock.patch.object(hopper, "driver", mock.Mock(active=Target())),
     ):
         yield
 
@@ -145,7 +146,8 @@ def compile_variant(variant: Variant) -> Any:
             spec, inputs = config.layer, make_inputs(config, 1, 0)[0]
             out = torch.zeros(1, spec.num_heads, spec.head_v_dim, dtype=DTYPES[config.activation_dtype])
             window = inputs.qkv, inputs.raw_gate, inputs.raw_beta, out
-            kernels._launch_verify(tile, _one_row(config), 0, *window)
+            addresses = tuple(tensor.data_ptr() for tensor in window)
+            kernels._launch_verify(tile, _one_row(config), 0, window[:2], addresses, kernels.layout(*window))
     return kernel.code
 
 

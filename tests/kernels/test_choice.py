@@ -16,21 +16,13 @@ from specstate.kernels import choice, hopper
 from specstate.kernels import rows as at
 from specstate.kernels.arena import TorchAllocator
 from specstate.kernels.cursors import StepTensors
+from specstate.kernels.hopper_constants import early_chunks, fold_constants, verify_constants
 from specstate.kernels.portable import PortableKernels
 from specstate.kernels.supported import hopper_refusal
-from specstate.kernels.tiles import (
-    VerifyTile,
-    early_chunks,
-    fold_block,
-    fold_blocks,
-    fold_constants,
-    verify_constants,
-    verify_tile,
-    verify_tiles,
-)
+from specstate.kernels.tiles import VerifyTile, fold_block, fold_blocks, verify_tile, verify_tiles
 from specstate.storage import Storage
 from tests.factories import LayerInputs, make_inputs, make_params
-from tests.kernels.compiled import launcher_on_a_cpu, model_config
+from tests.kernels.compiled import Target, launcher_on_a_cpu, model_config
 from tests.kernels.harness import small_config
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is of a CPU, with Triton interpreted")
@@ -206,6 +198,9 @@ def test_a_fold_has_room_for_every_record(capacity: int, rounded: int) -> None:
 class Launches:
     """Stands for a kernel; ``chained`` has the first argument of every launch."""
 
+    arg_names: tuple[str, ...] = ()
+    constexprs: tuple[int, ...] = ()
+
     def __init__(self) -> None:
         self.chained: list[Any] = []
 
@@ -282,6 +277,6 @@ def test_nothing_is_chained_to_what_changes_its_rows(what: str, launches: Launch
 def test_nothing_is_chained_across_streams(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = Launcher(COVERED)
     launcher.verify(0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=1))
+    monkeypatch.setattr(Target, "get_current_stream", lambda *_: 1)
     launcher.verify(0)
     assert launches.chained == [0, 0]
