@@ -49,6 +49,7 @@ from specstate.kernels.gluon_common import (
     stacked,
     tile_layout,
     truncated_parts,
+    whole_exp2,
     wrapped,
 )
 from specstate.kernels.triton_rows import (
@@ -760,7 +761,9 @@ def verify_kernel(
         for c in gl.static_range(EARLY, CHUNKS):
             s_chunks = s_chunks + (gl.allocate_shared_memory(STATE, [1, BV, CHUNK], d_state.layout),)
             tma.async_copy_global_to_shared(d_state, [slot, v_row, c * CHUNK], s_arrived.index(c), s_chunks[c])
-    s_f = gl.allocate_shared_memory(gl.float32, [K, COLUMNS], BY_CHANNEL, stacked(scaled(f, exp2(later)), COLUMNS))
+    s_f = gl.allocate_shared_memory(
+        gl.float32, [K, COLUMNS], BY_CHANNEL, stacked(scaled(f, whole_exp2(later)), COLUMNS)
+    )
 
     # -- the state's part, as it arrives
 
