@@ -29,7 +29,7 @@ from specstate.kernels.hopper_constants import (
 )
 from specstate.kernels.portable import PortableKernels
 from specstate.kernels.supported import hopper_refusal
-from specstate.kernels.tiles import VerifyTile, fold_block, fold_blocks, verify_tile, verify_tiles
+from specstate.kernels.tiles import VerifyTile
 from specstate.params import LayerParams
 from specstate.storage import Storage
 
@@ -73,9 +73,7 @@ class HopperKernels(PortableKernels):
             raise SpecStateError(f"path 'hopper': {refusal}")
         self._device_index = storage.cursors.device.index
         self._fold_programs = PROGRAMS * _num_multiprocessors(storage.cursors.device)
-        self._fold_constants = {block_v: fold_constants(config, block_v) for block_v in fold_blocks(config)}
         self._compiled: dict[Any, Any] = {}
-        self._tiles: dict[int, VerifyTile] = {}
         self._last: tuple[StepTensors, int] | None = None
         super().__init__(config, params, storage)
 
@@ -85,7 +83,7 @@ class HopperKernels(PortableKernels):
         self._compiled.clear()
         layers = range(self.config.num_layers)
         self._fixed = {
-            tile: [self._fixed_arguments(tile, layer) for layer in layers] for tile in verify_tiles(self.config)
+            tile: [self._fixed_arguments(tile, layer) for layer in layers] for tile in self._tiles.all_verify
         }
         layer, given = self.storage.layers[0], params[0]
         dtypes = {
@@ -110,7 +108,7 @@ class HopperKernels(PortableKernels):
         step = self.begin(staged, 1, 1, 1, TorchAllocator(device))
         qkv, beta = zeros(1, spec.conv_channels), zeros(1, spec.num_heads)
         out = zeros(1, spec.num_heads, spec.head_v_dim)
-        for tile, dtype in product(verify_tiles(self.config), {activation, torch.float32}):
+        for tile, dtype in product(self._tiles.all_verify, {activation, torch.float32}):
             gate = zeros(1, spec.num_heads, spec.head_k_dim, dtype=dtype)
             window = qkv, gate, beta, out
             addresses = qkv.data_ptr(), gate.data_ptr(), beta.data_ptr(), out.data_ptr()
@@ -118,7 +116,7 @@ class HopperKernels(PortableKernels):
         for dtypes in product((activation, torch.float32), repeat=3):
             raw_gate = zeros(1, spec.num_heads, spec.head_k_dim, dtype=dtypes[0])
             super().verify(step, 0, qkv, raw_gate, beta.to(dtypes[1]), out.to(dtypes[2]))
-        for block in fold_blocks(self.config):
+        for block in self._tiles.all_folds:
             self._launch_fold(block, zeros(1, at.PLAN_COLUMNS, dtype=torch.int32), 0, 1)
 
     # -- a step
@@ -179,10 +177,7 @@ class HopperKernels(PortableKernels):
             self._last = None
             super().verify(step, layer, qkv, raw_gate, raw_beta, out)
             return
-        num_rows = step.rows.shape[0]
-        tile = self._tiles.get(num_rows)
-        if tile is None:
-            tile = self._tiles[num_rows] = verify_tile(self.config, num_rows)
+        tile = self._tiles.verify(step.rows.shape[0])
         self._launch_verify(tile, step, layer, (qkv, raw_gate), addresses, layout)
 
     def _launch_verify(
@@ -286,7 +281,7 @@ class HopperKernels(PortableKernels):
         """Folds ``plan`` in layers first_layer .. first_layer + num_layers, in one launch."""
         self._last = None
         if len(plan):
-            self._launch_fold(fold_block(self.config, len(plan)), plan, first_layer, num_layers)
+            self._launch_fold(self._tiles.fold(len(plan)), plan, first_layer, num_layers)
 
     def _launch_fold(self, block_v: int, plan: torch.Tensor, first_layer: int, num_layers: int) -> None:
         views = self.storage.layers[0]
@@ -300,7 +295,7 @@ class HopperKernels(PortableKernels):
             self._bound,
             TABLE_COLUMNS=self._table.tensor.shape[1],
             **self._fold_dtypes,
-            **self._fold_constants[block_v],
+            **fold_constants(self.config, block_v),
             num_warps=NUM_WARPS,
         )
 

@@ -1,6 +1,6 @@
 """Launches the portable Triton kernels: any shape, any GPU that Triton knows, and the CPU interpreter.
 
-Nothing is chosen by batch size, so a request's bits depend on its own inputs alone. Launches allocate no workspace:
+No tile is chosen by batch size, so a request's bits depend on its own inputs alone. Launches allocate no workspace:
 what a step needs was made with the storage, or comes with the step.
 """
 
@@ -19,6 +19,8 @@ from specstate.kernels.cursors import BlockTable, StepTensors
 from specstate.kernels.sampler import accept, choose
 from specstate.kernels.supported import INTERPRETED, WINDOW_TILE, check_inner
 from specstate.kernels.table import AddressTable
+from specstate.kernels.tile_table import device_table
+from specstate.kernels.tiles import Tiles
 from specstate.kernels.triton_conv import conv_kernel
 from specstate.kernels.triton_cursor import advance_kernel, begin_kernel, refresh_kernel
 from specstate.kernels.triton_fold import fold_kernel
@@ -30,9 +32,6 @@ from specstate.storage import Storage
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-#: Rows of the state per program. 64 on 4 warps was best of 32, 64 and 128 on an H200 (K = V = 128); the interpreter
-#: pays per program and not per element, so it takes a head at once.
-STATE_TILE = 64
 CHANNEL_TILE = 256
 NO_CAPACITY = 2**30
 
@@ -52,8 +51,10 @@ class PortableKernels:
         self._ring = self._history + config.max_query_len
         block_k = max(16, triton.next_power_of_2(spec.head_k_dim))
         block_v = max(16, triton.next_power_of_2(spec.head_v_dim))
-        # A tile of the state holds at most 64 x 128 values, so that it stays in registers.
-        tile = block_v if INTERPRETED else min(block_v, STATE_TILE * 128 // max(block_k, 128))
+        self._tiles = Tiles(config, device_table(storage.cursors.device))
+        # The interpreter pays per program and not per element, so it takes a head at once.
+        tile = block_v if INTERPRETED else min(block_v, self._tiles.portable.block_v)
+        self._num_warps = self._tiles.portable.num_warps
         self._shape = {"K": spec.head_k_dim, "V": spec.head_v_dim, "BK": block_k, "BV": tile}
         self._whole_v = block_v
         self._v_blocks = triton.cdiv(spec.head_v_dim, tile)
@@ -255,6 +256,7 @@ class PortableKernels:
             FOLDS=self._folds,
             PRECISION=self._precision,
             **self._shape,
+            num_warps=self._num_warps,
         )
 
     def write_records(
@@ -394,4 +396,5 @@ class PortableKernels:
             A_LOG=_TRITON_DTYPES[params.A_log.dtype],
             DT_BIAS=_TRITON_DTYPES[params.dt_bias.dtype],
             **self._shape,
+            num_warps=self._num_warps,
         )

@@ -28,7 +28,8 @@ from specstate.kernels import rows as at
 from specstate.kernels.arena import TorchAllocator
 from specstate.kernels.cursors import StepTensors
 from specstate.kernels.hopper_constants import PROGRAMS
-from specstate.kernels.tiles import fold_blocks, verify_tiles
+from specstate.kernels.tile_table import default_table
+from specstate.kernels.tiles import Tiles
 from specstate.storage import Storage
 from specstate.validation import DTYPES
 from tests.factories import make_config, make_inputs, make_params
@@ -139,10 +140,10 @@ def compile_variant(variant: Variant) -> Any:
     with launcher_on_a_cpu(), mock.patch.object(hopper, f"{variant.kernel}_kernel", kernel):
         kernels = hopper.HopperKernels(config, tuple(make_params(config)), Storage(config, device))
         if variant.kernel == "fold":
-            assert variant.block_v in fold_blocks(config)
+            assert variant.block_v in Tiles(config, default_table()).all_folds
             kernels._launch_fold(variant.block_v, torch.zeros(1, at.PLAN_COLUMNS, dtype=torch.int32), 0, 1)
         else:
-            [tile] = [tile for tile in verify_tiles(config) if tile.block_v == variant.block_v]
+            [tile] = [tile for tile in Tiles(config, default_table()).all_verify if tile.block_v == variant.block_v]
             spec, inputs = config.layer, make_inputs(config, 1, 0)[0]
             out = torch.zeros(1, spec.num_heads, spec.head_v_dim, dtype=DTYPES[config.activation_dtype])
             window = inputs.qkv, inputs.raw_gate, inputs.raw_beta, out

@@ -19,7 +19,8 @@ from specstate.kernels.cursors import StepTensors
 from specstate.kernels.hopper_constants import early_chunks, fold_constants, verify_constants
 from specstate.kernels.portable import PortableKernels
 from specstate.kernels.supported import hopper_refusal
-from specstate.kernels.tiles import VerifyTile, fold_block, fold_blocks, verify_tile, verify_tiles
+from specstate.kernels.tile_table import default_table
+from specstate.kernels.tiles import Tiles, VerifyTile
 from specstate.storage import Storage
 from tests.factories import LayerInputs, make_inputs, make_params
 from tests.kernels.compiled import Target, launcher_on_a_cpu, model_config
@@ -150,6 +151,10 @@ def test_another_storage_may_change_the_path(served: list[str]) -> None:
 # -- how the work is divided
 
 
+def tiles_of(config: StateConfig) -> Tiles:
+    return Tiles(config, default_table())
+
+
 @pytest.mark.parametrize(
     ("changes", "num_rows", "tile"),
     [
@@ -163,8 +168,8 @@ def test_another_storage_may_change_the_path(served: list[str]) -> None:
 )
 def test_the_tile_of_a_verify(changes: dict[str, int], num_rows: int, tile: VerifyTile) -> None:
     config = model_config(**changes)
-    assert verify_tile(config, num_rows) == tile
-    assert tile in verify_tiles(config)
+    assert tiles_of(config).verify(num_rows) == tile
+    assert tile in tiles_of(config).all_verify
 
 
 @pytest.mark.parametrize(
@@ -173,12 +178,12 @@ def test_the_tile_of_a_verify(changes: dict[str, int], num_rows: int, tile: Veri
 )
 def test_the_block_of_a_fold(changes: dict[str, int], blocks: tuple[int, int]) -> None:
     config = model_config(**changes)
-    assert (fold_block(config, 16), fold_block(config, 17)) == blocks
-    assert set(fold_blocks(config)) == set(blocks)
+    assert (tiles_of(config).fold(16), tiles_of(config).fold(17)) == blocks
+    assert set(tiles_of(config).all_folds) == set(blocks)
 
 
 def test_chunks_of_the_state_that_come_early() -> None:
-    small, large = verify_tiles(model_config())
+    small, large = tiles_of(model_config()).all_verify
     deferred, narrow = model_config(fold_policy="deferred"), model_config(checkpoint_dtype="bfloat16")
     assert [early_chunks(model_config(), tile) for tile in (small, large)] == [4, 2]
     assert [early_chunks(deferred, tile) for tile in (small, large)] == [4, 3]
@@ -189,7 +194,7 @@ def test_chunks_of_the_state_that_come_early() -> None:
 def test_a_fold_has_room_for_every_record(capacity: int, rounded: int) -> None:
     config = model_config(fold_policy="deferred", max_query_len=1, record_capacity=capacity)
     assert fold_constants(config, 64)["CAPACITY"] == rounded
-    assert verify_constants(config, verify_tiles(config)[0])["CAPACITY"] == rounded
+    assert verify_constants(config, tiles_of(config).all_verify[0])["CAPACITY"] == rounded
 
 
 # -- when a launch may start before the last one has ended
