@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, get_args
@@ -19,7 +18,7 @@ from typing import Any, NoReturn, get_args
 from pydantic import ValidationError
 
 import specstate
-from specstate.bench.shapes import SHAPES, find_shape
+from specstate.bench.cli import add_bench
 from specstate.config import ActivationDtype, CheckpointDtype, FoldPolicy
 from specstate.errors import SpecStateError, shown
 from specstate.plan_report import PlanRequest, build_plan_report
@@ -72,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_plan(commands)
     _add_replay(commands)
-    _add_bench(commands)
+    add_bench(commands, _add_command, _count)
     _add_command(commands, "doctor", run_doctor, "say what runs on this machine, and check its kernels")
     return parser
 
@@ -208,55 +207,6 @@ def run_replay(options: argparse.Namespace) -> int:
     else:
         print(f"first difference at event {first.event} ({first.kind}): {first.what}")
     return FINE if report.ok else CHECK_FAILED
-
-
-def _add_bench(commands: Any) -> None:
-    summary = "measure what a step costs on this machine"
-    bench = commands.add_parser("bench", help=summary, description=summary, allow_abbrev=False)
-    benches = bench.add_subparsers(dest="bench", metavar="WHAT", required=True)
-    host = _add_command(benches, "host", run_bench_host, "the host's part of a step, in microseconds")
-    host.add_argument(
-        "--rows", type=_count, nargs="+", default=[1, 256], metavar="N", help="rows of a step (default: 1 256)"
-    )
-    host.add_argument("--steps", type=_count, default=2000, metavar="N", help="steps to time (default: 2000)")
-    host.add_argument("--policy", choices=get_args(FoldPolicy), default="ring", help="fold policy (default: ring)")
-    gpu = _add_command(benches, "gpu", run_bench_gpu, "whole steps under CUDA graphs, in milliseconds")
-    gpu.add_argument("--shapes", nargs="+", metavar="NAME", help=f"of {', '.join(SHAPES)} (default: all)")
-    gpu.add_argument(
-        "--policies", choices=get_args(FoldPolicy), nargs="+", default=list(get_args(FoldPolicy)), help="default: all"
-    )
-    gpu.add_argument(
-        "--replays", type=_count, default=50, metavar="N", help="timed steps, more if a ring needs them (default: 50)"
-    )
-    gpu.add_argument("--layers", type=_count, metavar="N", help="at most so many (default: the model's that fit)")
-    gpu.add_argument(
-        "--budget", type=_count, default=900, metavar="SECONDS", help="starts nothing new after that (default: 900)"
-    )
-
-
-def run_bench_gpu(options: argparse.Namespace) -> int:
-    from specstate.bench.gpu import measure_gpu
-
-    shapes = [find_shape(name) for name in dict.fromkeys(options.shapes or SHAPES)]
-    if options.layers is not None:
-        shapes = [replace(shape, num_layers=min(shape.num_layers, options.layers)) for shape in shapes]
-    policies = tuple(dict.fromkeys(options.policies))
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    report = measure_gpu(shapes, policies, options.replays, options.budget, say)
-    print(json.dumps(report.to_json()) if options.json else report.to_text())
-    failed = not report.results or any(result.outputs_match is False for result in report.results)
-    return CHECK_FAILED if failed else FINE
-
-
-def run_bench_host(options: argparse.Namespace) -> int:
-    from specstate.bench.host import measure_host
-
-    report = measure_host(tuple(dict.fromkeys(options.rows)), options.steps, options.policy)
-    print(json.dumps(report.to_json()) if options.json else report.to_text())
-    return FINE
 
 
 def run_doctor(options: argparse.Namespace) -> int:

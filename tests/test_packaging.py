@@ -69,7 +69,7 @@ def test_core_dependencies_and_extras() -> None:
     assert PROJECT["dependencies"][:2] == ["torch>=2.11", "triton>=3.6; platform_system == 'Linux'"]
     names = [re.split(r"[><=;\[]", requirement)[0] for requirement in PROJECT["dependencies"]]
     assert names == ["torch", "triton", "pydantic"]
-    assert set(PROJECT["optional-dependencies"]) == {"test", "demo", "cli", "prometheus", "transfer", "peer"}
+    assert set(PROJECT["optional-dependencies"]) == {"test", "demo", "cli", "prometheus", "transfer", "peer", "plot"}
     assert PROJECT["optional-dependencies"]["transfer"][0] == "safetensors>=0.4"
     assert PROJECT["optional-dependencies"]["demo"] == ["specstate[transfer]"]
     assert "specstate[demo,cli,prometheus,peer]" in PROJECT["optional-dependencies"]["test"]

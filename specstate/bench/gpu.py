@@ -1,11 +1,12 @@
 """``specstate bench gpu``: whole steps under CUDA graphs, beside their byte floor and fla-core's snapshots.
 
 Each shape in one run: S0, then under each policy the step without a conv (its outputs checked against S0's) and with
-one, and once how long reading and copying its states takes; at the very end, when no figure can be disturbed any more,
-the kernels one by one under a profiler. Steps are those of a manager: begun, replayed, told. States of a step are not
-in the L2: sets of requests take turns until ``L2_TURNS`` times the L2's bytes lie between two uses, and where one
-step's states are as many, there is one set. Counts are drawn on the device, by the seeded rates of
-``workload.CONDITIONAL_RATES``; every ring is filled at least twice while the clock runs.
+one, and once how long reading and copying its states takes. The kernels one by one, under a profiler, come at the very
+end: what a profiler leaves behind in the driver is not known, and then no figure can be disturbed any more. Steps are
+those of a manager: begun, replayed, told. States of a step are not in the L2: sets of requests take turns until
+``L2_TURNS`` times the L2's bytes lie between two uses, and where one step's states are as many, there is one set.
+Counts are drawn on the device, by the seeded rates of ``workload.CONDITIONAL_RATES``; every ring is filled at least
+twice while the clock runs.
 """
 
 import gc
@@ -16,24 +17,26 @@ from time import perf_counter
 
 import torch
 
-from specstate.bench.peer import TOLERANCE, Snapshots, check_outputs, find_peer, time_snapshots
-from specstate.bench.precompile import precompile
+from specstate.bench.peer import TOLERANCE, check_outputs, find_peer
+from specstate.bench.precompile import Job, precompile
 from specstate.bench.ratios import Measured, build_report
 from specstate.bench.results import BenchReport
 from specstate.bench.results import load_results as load_results
+from specstate.bench.s0 import PeerTimes
 from specstate.bench.shapes import BenchShape
 from specstate.bench.timer import Machine
 from specstate.bench.traffic import Traffic, measure_traffic, profile_kernels
-from specstate.bench.workload import Timed, Workload, layer_inputs, layer_params, turns
+from specstate.bench.workload import Timed, Workload, turns
 from specstate.config import FoldPolicy
 from specstate.errors import SpecStateError
+from specstate.kernels.tile_table import device_table
 from specstate.layout import DTYPE_BYTES, plan_bytes
 
-#: Of the free memory.
-MEMORY_SHARE = 0.85
+#: A workload that takes no more of the free memory waits for the profiler; a larger one is made anew.
+KEPT_SHARE = 0.03
 
-#: S0 of fewer layers says little about all of them.
-LEAST_S0_LAYERS = 16
+#: Steps without a graph in which the host's time is taken.
+HOST_STEPS = 4
 
 
 class OutOfTime(Exception):
@@ -50,16 +53,18 @@ class Bench:
         self._peer, found = find_peer()
         self.peer_version = None if self._peer is None else found
         self.notes: list[str] = [] if self._peer is not None else [found]
+        self._s0 = PeerTimes(self._peer, machine, replays, self.note)
+        self.table = device_table(machine.device)
         self.measured: list[Measured] = []
 
     def run(self, shapes: Sequence[BenchShape], policies: Sequence[FoldPolicy]) -> None:
         """Measures everything; what does not fit into memory or time is noted."""
         say_budget = f"time budget {self._budget_s:.0f} s, for {len(shapes)} shapes under {len(policies)} policies"
-        self.say(f"{self.machine.name}: {say_budget}")
+        self.say(f"{self.machine.name}: {say_budget}; tiles of {self.table.title}")
         if self.machine.graphs:
-            configs = [s.config(policy, conv) for s in shapes for policy in policies for conv in (False, True)]
-            done = precompile(configs, min(120.0, self._budget_s / 2))
-            self.say(f"{done} of {len(configs)} variants compiled ahead")
+            jobs = [Job(s.config(policy, conv)) for s in shapes for policy in policies for conv in (False, True)]
+            done = precompile(jobs, self.table, min(120.0, self._budget_s / 2))
+            self.say(f"{done} variants compiled ahead")
         for place, shape in enumerate(shapes):
             try:
                 self._check_time()
@@ -87,7 +92,9 @@ class Bench:
     def _measure_shape(self, given: BenchShape, policies: Sequence[FoldPolicy]) -> None:
         shape = replace(given, num_layers=self._layers_that_fit(given, policies))
         sets = turns(shape.num_layers * shape.rows * shape.state_bytes, self.machine.l2_bytes)
-        s0_ms, s0_layers = self._measure_s0(shape)
+        s0, wide_s0 = self._s0.of(shape), None
+        if shape.checkpoint_dtype == "bfloat16":
+            wide_s0 = self._s0.of(replace(shape, checkpoint_dtype="float32"))
         traffic = None
         for policy in policies:
             self._check_time()
@@ -99,7 +106,9 @@ class Bench:
             finally:
                 self._free()
             traffic = measured.traffic
-            measured.s0_ms, measured.s0_layers = s0_ms, s0_layers
+            if s0 is not None:
+                measured.s0_ms, measured.s0_layers = s0
+            measured.s0_fp32_ms = None if wide_s0 is None else wide_s0.ms
             self.measured.append(measured)
             self._tell(measured)
 
@@ -114,8 +123,12 @@ class Bench:
         self._free()
         whole = Workload(self.machine, shape.config(policy, True, sets), sets)
         self._by_hand(whole)
-        timed = self._time(whole)
-        return Measured(shape, policy, timed, without, traffic, sets, None, None, error, kernel_ms={})
+        host_us = median(whole.verify_us(HOST_STEPS))
+        measured = Measured(shape, policy, self._time(whole), without, traffic, sets, None, None, error, {}, whole.path)
+        measured.host_us_per_layer = host_us
+        if plan_bytes(whole.config).total_bytes <= KEPT_SHARE * self.machine.free_bytes():
+            measured.workload = whole
+        return measured
 
     def _tell(self, each: Measured) -> None:
         name, timed, without, traffic = (
@@ -125,15 +138,18 @@ class Bench:
             each.traffic,
         )
         s0 = "" if each.s0_ms is None else f", S0 {each.s0_ms:.3f} (of {each.s0_layers} layers)"
+        if each.s0_fp32_ms is not None:
+            s0 += f", S0 in float32 {each.s0_fp32_ms:.3f}"
         if each.output_error is not None:
             s0 += f", outputs differ from S0's by {each.output_error:.1e}"
             if not each.output_error <= TOLERANCE[each.shape.checkpoint_dtype]:
                 self.note(f"{name}: outputs differ from S0's by {each.output_error:.1e}: a check failed")
         self.say(
-            f"{name}, {each.shape.num_layers} layers: {median(timed.times_ms):.3f} ms, mean "
+            f"{name}, {each.shape.num_layers} layers, {each.path}: {median(timed.times_ms):.3f} ms, mean "
             f"{fmean(timed.times_ms):.3f}; without conv {median(without.times_ms):.3f}, mean "
             f"{fmean(without.times_ms):.3f}{s0}; read {traffic.read_ms:.3f}, copy {traffic.copy_ms:.3f}; "
-            f"{len(timed.times_ms)} replays, {timed.folds_per_step:.2f} folds a step, {each.sets} sets"
+            f"{len(timed.times_ms)} replays, {timed.folds_per_step:.2f} folds a step, {each.sets} sets, "
+            f"host {each.host_us_per_layer or 0.0:.1f} us a layer"
         )
 
     def _time(self, workload: Workload) -> Timed:
@@ -153,64 +169,36 @@ class Bench:
         flows = shape.tokens * widths * DTYPE_BYTES[shape.activation_dtype]
         flows += 4 * spec.conv_channels * ((spec.conv_kernel_size or 0) + 1)
         layer = max(plan_bytes(one.config(policy)).total_bytes for policy in policies)
-        return self._fitting(shape, layer + shape.rows * shape.state_bytes + flows, 1)
-
-    def _fitting(self, shape: BenchShape, layer_bytes: int, least: int) -> int:
-        free = self.machine.free_bytes()
-        layers = min(shape.num_layers, int(MEMORY_SHARE * free) // layer_bytes)
-        if layers < least:
-            raise SpecStateError(f"{least} layers of {layer_bytes} bytes do not fit into {free} free bytes")
-        return layers
-
-    def _measure_s0(self, shape: BenchShape) -> tuple[float | None, int | None]:
-        """Milliseconds of S0 for all of the shape's layers, and how many of them it was timed on."""
-        if self._peer is None:
-            return None, None
-        spec, machine = shape.spec, self.machine
-        widths = 2 * spec.conv_channels + spec.num_heads * (spec.head_k_dim + spec.head_v_dim + 1)
-        flows = shape.tokens * widths * DTYPE_BYTES[shape.activation_dtype]
-        layer = (1 + shape.tokens) * shape.state_bytes + flows
-        try:
-            layers = self._fitting(shape, layer, min(LEAST_S0_LAYERS, shape.num_layers))
-            config = replace(shape, num_layers=layers).config("ring", conv=False)
-            generator = torch.Generator(device=machine.device).manual_seed(0)
-            params = [layer_params(config, generator) for _ in range(layers)]
-            inputs = [layer_inputs(config, shape.tokens, generator) for _ in range(layers)]
-            sets = turns(layers * shape.tokens * shape.state_bytes, machine.l2_bytes)
-            peer = Snapshots(self._peer, machine, config, shape.rows, layers, sets)
-            times = time_snapshots(peer, machine, inputs, params, max(self.replays, 2 * sets))
-        except Exception as error:  # not ours to fail by
-            self.note(f"{shape.name}: S0 is not measured: {_told(error)}")
-            return None, None
-        finally:
-            peer = inputs = None  # type: ignore[assignment]
-            self._free()
-        return median(times) * shape.num_layers / layers, layers
+        return self.machine.fitting_layers(shape.num_layers, layer + shape.rows * shape.state_bytes + flows, 1)
 
     # -- kernels
 
     def _profile(self) -> None:
-        """Of every shape and policy that was measured, anew."""
+        """Of every shape and policy that was measured; of the large ones anew."""
         if not self.machine.graphs:
             return
         for each in self.measured:
             try:
                 self._check_time()
-                workload = Workload(self.machine, each.shape.config(each.policy, True, each.sets), each.sets)
-                self._by_hand(workload)
-                workload.capture()
-                workload.warm()
-                each.kernel_ms = profile_kernels(workload)
+                workload = each.workload or self._made_anew(each)
+                each.kernel_ms, each.kernel_launches = profile_kernels(workload)
             except OutOfTime:
                 self.note("out of time: not all kernels were profiled")
                 break
             except Exception as error:  # the profiler's own, too
                 self.note(f"{each.shape.name} {each.policy}: not profiled: {_told(error)}")
             finally:
-                workload = None  # type: ignore[assignment]
+                workload = each.workload = None  # type: ignore[assignment]
                 self._free()
             kernels = ", ".join(f"{name} {time:.3f}" for name, time in each.kernel_ms.items())
             self.say(f"{each.shape.name} {each.policy} kernels: {kernels or 'none seen'}")
+
+    def _made_anew(self, each: Measured) -> Workload:
+        workload = Workload(self.machine, each.shape.config(each.policy, True, each.sets), each.sets)
+        self._by_hand(workload)
+        workload.capture()
+        workload.warm()
+        return workload
 
     # -- inside
 
@@ -238,8 +226,14 @@ def measure_gpu(
             raise SpecStateError("needs a GPU: torch sees none")
         machine = Machine.gpu()
     bench = Bench(machine, replays, budget_s, say)
-    bench.run(shapes, policies)
-    return build_report(bench.measured, machine.name, bench.notes, bench.peer_version)
+    # Whatever is loaded by now stays: it need not be looked through again whenever a workload is collected.
+    gc.collect()
+    gc.freeze()
+    try:
+        bench.run(shapes, policies)
+    finally:
+        gc.unfreeze()
+    return build_report(bench.measured, machine.name, bench.notes, bench.peer_version, bench.table.title)
 
 
 def _told(error: Exception) -> str:

@@ -3,7 +3,7 @@
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from statistics import fmean, median
@@ -16,7 +16,7 @@ from specstate.bench.peer import TOLERANCE
 from specstate.bench.results import BenchReport, BenchResult, ShapeFigures, StepFigures
 from specstate.bench.shapes import BenchShape
 from specstate.bench.traffic import Traffic
-from specstate.bench.workload import Timed
+from specstate.bench.workload import Timed, Workload
 from specstate.config import FoldPolicy
 from specstate.errors import SpecStateError
 
@@ -38,12 +38,25 @@ class Measured:
     s0_layers: int | None
     output_error: float | None
     kernel_ms: dict[str, float]
+    path: str = "portable"
+    kernel_launches: dict[str, float] = field(default_factory=dict)
+    host_us_per_layer: float | None = None
+    s0_fp32_ms: float | None = None
+    workload: Workload | None = None
+    """What was timed with the conv, kept for the profiler."""
 
 
 def build_report(
-    measured: Sequence[Measured], gpu: str, notes: Sequence[str], peer_version: str | None = None
+    measured: Sequence[Measured],
+    gpu: str,
+    notes: Sequence[str],
+    peer_version: str | None = None,
+    tiles: str | None = None,
 ) -> BenchReport:
-    """Takes ratios: floors at the GPU's bandwidth where it is known, else at the best read of this run."""
+    """Takes ratios: floors at the GPU's bandwidth where it is known, else at the best read of this run.
+
+    ``tiles``: the title of the table of tiles that was in force.
+    """
     known = [bandwidth for name, bandwidth in KNOWN_BANDWIDTH.items() if name in gpu]
     if not measured and not known:
         raise SpecStateError(f"nothing was measured: {'; '.join(notes)}")
@@ -52,7 +65,7 @@ def build_report(
         results=tuple(_result(each, bandwidth) for each in measured),
         gpu=gpu,
         floor_bytes_per_s=bandwidth,
-        versions=_versions(peer_version),
+        versions=versions(peer_version) | ({} if tiles is None else {"tiles": tiles}),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         notes=tuple(notes),
     )
@@ -61,7 +74,7 @@ def build_report(
 def _result(each: Measured, bandwidth: float) -> BenchResult:
     shape, spec = each.shape, each.shape.spec
     return BenchResult(
-        **_step(each.with_conv, each.s0_ms, bandwidth),
+        **_step(each, each.with_conv, bandwidth),
         shape=ShapeFigures(
             name=shape.name,
             num_heads=spec.num_heads,
@@ -77,8 +90,11 @@ def _result(each: Measured, bandwidth: float) -> BenchResult:
         ),
         policy=each.policy,
         record_capacity=shape.config(each.policy).record_capacity,
+        path=each.path,
         kernel_ms=each.kernel_ms,
-        without_conv=StepFigures(**_step(each.without_conv, each.s0_ms, bandwidth)),
+        kernel_launches=each.kernel_launches,
+        host_us_per_layer=each.host_us_per_layer,
+        without_conv=StepFigures(**_step(each, each.without_conv, bandwidth)),
         state_bytes=each.traffic.state_bytes,
         read_ms=each.traffic.read_ms,
         copy_ms=each.traffic.copy_ms,
@@ -92,7 +108,7 @@ def _result(each: Measured, bandwidth: float) -> BenchResult:
     )
 
 
-def _step(timed: Timed, s0_ms: float | None, bandwidth: float) -> dict[str, Any]:
+def _step(each: Measured, timed: Timed, bandwidth: float) -> dict[str, Any]:
     tables = sorted(timed.bytes, key=lambda table: sum(table.values()))
     table = tables[(len(tables) - 1) // 2]
     ms, floor_bytes = median(timed.times_ms), sum(table.values())
@@ -103,14 +119,16 @@ def _step(timed: Timed, s0_ms: float | None, bandwidth: float) -> dict[str, Any]
         "floor_bytes": floor_bytes,
         "floor_ms": floor_ms,
         "ratio_to_floor": ms / floor_ms,
-        "mean_floor_bytes": fmean(sum(each.values()) for each in timed.bytes),
-        "s0_ms": s0_ms,
-        "ratio_to_s0": None if s0_ms is None else s0_ms / ms,
+        "mean_floor_bytes": fmean(sum(items.values()) for items in timed.bytes),
+        "s0_ms": each.s0_ms,
+        "ratio_to_s0": None if each.s0_ms is None else each.s0_ms / ms,
+        "s0_fp32_ms": each.s0_fp32_ms,
+        "ratio_to_s0_fp32": None if each.s0_fp32_ms is None else each.s0_fp32_ms / ms,
         "floor_table": table,
     }
 
 
-def _versions(peer: str | None) -> dict[str, str]:
+def versions(peer: str | None) -> dict[str, str]:
     return {
         "specstate": specstate.__version__,
         "torch": torch.__version__,

@@ -1,5 +1,6 @@
 """What ``specstate bench gpu`` found: typed, written and read as JSON, and as tables for a person."""
 
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +52,10 @@ class StepFigures(_Frozen):
     """S0 of as many layers, without a conv; None when it was not measured."""
     ratio_to_s0: Positive | None
     """s0_ms / ms: above 1, ours is faster."""
+    s0_fp32_ms: Positive | None = None
+    """Of bfloat16 checkpoints: S0 with float32 snapshots; None of others, and when it was not measured."""
+    ratio_to_s0_fp32: Positive | None = None
+    """s0_fp32_ms / ms."""
     floor_table: dict[str, Bytes]
     """``floor_bytes`` item by item; see bench/floor.py."""
 
@@ -60,9 +65,15 @@ class BenchResult(StepFigures):
 
     shape: ShapeFigures
     policy: FoldPolicy
+    path: str
+    """Which kernels ran."""
     record_capacity: Count
     kernel_ms: dict[str, NotNegative]
     """Of each kernel in a step, all its launches; means of a few replays. Empty when not profiled."""
+    kernel_launches: dict[str, NotNegative] = {}
+    """Launches of each kernel in a step."""
+    host_us_per_layer: Positive | None = None
+    """Host time of one ``verify`` without a graph, the device not waited for: median over layers and a few steps."""
     without_conv: StepFigures
     """The same step where the model convolves itself."""
     state_bytes: Count
@@ -111,9 +122,9 @@ class BenchReport(_Frozen):
             "(layers); last columns: step / floor, S0 / step",
         ]
         if self.results:
-            lines += ["", *_aligned(_time_rows(self.results)), "", "kernels, milliseconds a step, conv included"]
-            lines += [*_aligned(_kernel_rows(self.results)), "", "the floor's bytes, MiB a step, conv included"]
-            lines += _aligned(_floor_rows(self.results))
+            lines += ["", *aligned(_time_rows(self.results)), "", "kernels, milliseconds a step, conv included"]
+            lines += [*aligned(_kernel_rows(self.results)), "", "the floor's bytes, MiB a step, conv included"]
+            lines += aligned(_floor_rows(self.results))
         return "\n".join([*lines, *self.notes])
 
 
@@ -135,6 +146,14 @@ def load_results(path: str | Path) -> BenchReport:
         what = f"{field} = {shown(first['input'])}: {first['msg']}" if field else first["msg"]
         more = f" and {error.error_count() - 1} more" if error.error_count() > 1 else ""
         raise SpecStateError(f"{path} holds no results of bench gpu: {what}{more}") from error
+
+
+def h200_results() -> BenchReport:
+    """The results of an H200 that came with the package. Raises SpecStateError where they are missing."""
+    path = Path(str(files("specstate.bench"))) / "h200.json"
+    if not path.is_file():
+        raise SpecStateError("this package has no results of an H200: specstate/bench/h200.json is missing")
+    return load_results(path)
 
 
 def _time_rows(results: tuple[BenchResult, ...]) -> list[list[str]]:
@@ -177,7 +196,7 @@ def _floor_rows(results: tuple[BenchResult, ...]) -> list[list[str]]:
     return rows
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
+def aligned(rows: list[list[str]]) -> list[str]:
     """The first two columns to the left, figures to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -7,6 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
+from specstate.errors import SpecStateError
+
+#: Of the free memory.
+MEMORY_SHARE = 0.85
+
 
 class Timer(Protocol):
     """Takes the time of each start .. stop, in order."""
@@ -80,6 +85,19 @@ class Machine:
             return torch.cuda.mem_get_info(device)[0]
 
         return cls(device, properties.name, properties.L2_cache_size, True, EventTimer, free_bytes)
+
+    def fitting_layers(self, most: int, layer_bytes: int, least: int) -> int:
+        """How many of ``most`` layers fit into the free memory. Raises SpecStateError when ``least`` do not."""
+        free = self.free_bytes()
+        layers = min(most, int(MEMORY_SHARE * free) // layer_bytes)
+        if layers < least:
+            raise SpecStateError(f"{least} layers of {layer_bytes} bytes do not fit into {free} free bytes")
+        return layers
+
+    def wait(self) -> None:
+        """Until the device has done all that is queued."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def head_start(self) -> None:
         """Keeps the device busy for some 20 ms, while the host queues the first of what is timed: no launch waits."""

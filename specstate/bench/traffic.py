@@ -58,31 +58,44 @@ def _median(machine: Machine, work: Callable[[list[torch.Tensor]], None], sets: 
     return median(timer.milliseconds())
 
 
-def profile_kernels(workload: Workload) -> dict[str, float]:
-    """Milliseconds of each kernel in a step, by torch's profiler; nothing without graphs. The account of the
-    workload does not follow these steps."""
+class Kernels(NamedTuple):
+    """By kernel, torch's own together; a step's share."""
+
+    ms: dict[str, float]
+    launches: dict[str, float]
+
+
+def profile_kernels(workload: Workload) -> Kernels:
+    """The kernels in a step, by torch's profiler; none without graphs. The account of the workload does not follow
+    these steps."""
     if workload.graph is None:
-        return {}
+        return Kernels({}, {})
     drawn = draw_accepted(PROFILED_STEPS, workload.rows, workload.config.max_query_len, workload.generator)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for index, counts in enumerate(drawn):
             workload.replay(index % workload.sets, counts)
         torch.cuda.synchronize()
-    return kernel_times(profiler.events() or (), len(drawn))
+    return kernels_of(profiler.events() or (), len(drawn))
 
 
-def kernel_times(events: Iterable[Any], steps: int) -> dict[str, float]:
-    """Milliseconds a step by kernel, from a profiler's events; torch's own kernels together."""
+def kernels_of(events: Iterable[Any], steps: int) -> Kernels:
+    """Milliseconds and launches a step by kernel, from a profiler's events."""
     times_us: defaultdict[str, float] = defaultdict(float)
+    launches: defaultdict[str, int] = defaultdict(int)
     for event in events:
         if event.device_type.name == "CPU" or getattr(event, "is_user_annotation", False):
             continue
         # Copies stage rows outside of the graph; ranges lie over kernels and would count them again.
         if event.name.startswith(("Mem", "specstate::", "ProfilerStep")):
             continue
-        times_us[_short(event.name)] += event.time_range.elapsed_us()
-    return {name: time / 1e3 / steps for name, time in times_us.items()}
+        name = _short(event.name)
+        times_us[name] += event.time_range.elapsed_us()
+        launches[name] += 1
+    return Kernels(
+        {name: time / 1e3 / steps for name, time in times_us.items()},
+        {name: count / steps for name, count in launches.items()},
+    )
 
 
 def _short(name: str) -> str:

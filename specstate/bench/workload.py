@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from time import perf_counter_ns
 from typing import NamedTuple
 
 import torch
@@ -97,6 +98,8 @@ class Workload:
         ]
         self.counts = torch.ones(self.rows, dtype=torch.int32, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.path = ""
+        """The kernels that ran, once a step has."""
 
     def step_by_hand(self, turn: int, counts: torch.Tensor, shift: int = 0, timer: Timer | None = None) -> None:
         """One step of set ``turn`` without a graph, which compiles what a capture needs; layer l takes the inputs of
@@ -105,11 +108,31 @@ class Workload:
         if timer is not None:
             timer.start()
         step = self.manager.begin_step(self._metadata[turn], pad_to=(self.rows, self.tokens))
+        self.path = step.path
         for layer, out in enumerate(self.outputs):
             step.verify(layer, *self.inputs[(layer + shift) % len(self.inputs)], out=out)
         step.defer(self.counts)
         if timer is not None:
             timer.stop()
+
+    def verify_us(self, steps: int) -> list[float]:
+        """Microseconds that the host takes for each ``verify`` of ``steps`` steps of set 0 without a graph.
+
+        The device is waited for between steps alone, so that its queue is never full. Before ``capture``, and after
+        a step by hand, which compiles.
+        """
+        self.counts.fill_(1)
+        times = []
+        for _ in range(steps):
+            self.machine.wait()
+            step = self.manager.begin_step(self._metadata[0], pad_to=(self.rows, self.tokens))
+            for layer, (inputs, out) in enumerate(zip(self.inputs, self.outputs, strict=True)):
+                start = perf_counter_ns()
+                step.verify(layer, *inputs, out=out)
+                times.append((perf_counter_ns() - start) / 1e3)
+            step.defer(self.counts)
+            self.note(0, [1] * self.rows)
+        return times
 
     def capture(self) -> None:
         """Captures the step; one by hand must have come before."""
@@ -137,6 +160,32 @@ class Workload:
         if timer is not None:
             timer.stop()
         step.replayed("defer")
+
+    def capture_verifies(self) -> None:
+        """Captures the verifies of a step without its end; a step by hand must have come before."""
+        if not self.machine.graphs:
+            return
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step = self.manager.capture_step(self.rows, self.tokens)
+            for layer, out in enumerate(self.outputs):
+                step.verify(layer, *self.inputs[layer], out=out)
+        self.graph = graph
+
+    def replay_verifies(self, turn: int, timer: Timer) -> None:
+        """The verifies of a step of set ``turn``, timed; then the step is cancelled, so nothing moves."""
+        step = self.manager.begin_step(self._metadata[turn], pad_to=(self.rows, self.tokens))
+        timer.start()
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            for layer, out in enumerate(self.outputs):
+                step.verify(layer, *self.inputs[layer], out=out)
+        timer.stop()
+        if self.graph is not None:
+            step.replayed("verify")
+        step.cancel()
 
     def warm(self) -> None:
         """Some steps of counts from 1 to T alike, after which rows no longer fill their rings in the same step."""

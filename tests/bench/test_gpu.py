@@ -3,6 +3,7 @@ run of the measuring code under the interpreter, call by call in place of graphs
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,15 +16,18 @@ from specstate.bench import gpu, traffic
 from specstate.bench.floor import ITEMS, Rings, step_bytes
 from specstate.bench.gpu import Bench, OutOfTime, load_results, measure_gpu
 from specstate.bench.peer import MISSING
-from specstate.bench.precompile import precompile
+from specstate.bench.precompile import Job, fewest_rows, precompile
+from specstate.bench.precompile import main as compile_all
 from specstate.bench.ratios import Measured, build_report
-from specstate.bench.results import BenchReport
+from specstate.bench.results import BenchReport, h200_results
+from specstate.bench.s0 import PeerTimes, S0Time, num_layers
 from specstate.bench.shapes import SHAPES, BenchShape, find_shape
 from specstate.bench.timer import HostTimer, Machine
-from specstate.bench.traffic import Traffic, kernel_times
+from specstate.bench.traffic import Traffic, kernels_of
 from specstate.bench.workload import Timed, Workload, draw_accepted, enough_steps, turns
 from specstate.cli import CHECK_FAILED, main
 from specstate.config import StateConfig
+from specstate.kernels.tile_table import gpu_table
 from tests.factories import POLICIES, make_config
 
 SPEC = KDALayerSpec(num_heads=1, head_k_dim=16, head_v_dim=16, gate_lower_bound=-5.0)
@@ -156,7 +160,7 @@ class Event(NamedTuple):
     is_user_annotation: bool = False
 
 
-def test_kernel_times() -> None:
+def test_kernels_of_a_profile() -> None:
     events = [
         Event("verify_kernel", Span(30.0)),
         Event("verify_kernel", Span(10.0)),
@@ -168,7 +172,9 @@ def test_kernel_times() -> None:
         Event("range", Span(99.0), is_user_annotation=True),
         Event("cudaGraphLaunch", Span(99.0), DeviceType("CPU")),
     ]
-    assert kernel_times(events, 2) == pytest.approx({"verify": 0.02, "other": 0.003, "torch": 0.003})
+    kernels = kernels_of(events, 2)
+    assert kernels.ms == pytest.approx({"verify": 0.02, "other": 0.003, "torch": 0.003})
+    assert kernels.launches == {"verify": 1.0, "other": 0.5, "torch": 1.0}
 
 
 # -- reports of made-up figures
@@ -336,7 +342,11 @@ def test_a_run(report: BenchReport, said: list[str]) -> None:
     (result,) = report.results
     assert (result.shape.name, result.policy, result.shape.layers, result.sets) == ("tiny", "ring", 2, 1)
     assert (result.state_bytes, result.read_ms, result.copy_ms) == (2 * 1024, 10.5, 10.5)
-    assert (result.record_capacity, result.kernel_ms) == (8, {})
+    assert (result.record_capacity, result.kernel_ms, result.kernel_launches) == (8, {}, {})
+    assert result.path == "portable"
+    assert result.host_us_per_layer is not None and result.host_us_per_layer > 0.0
+    assert (result.s0_fp32_ms, result.ratio_to_s0_fp32) == (None, None)
+    assert report.versions["tiles"] == "NVIDIA H200, 2026-12-01"
     # Each step of the fake clock takes one more millisecond; the ring of 8 was filled twice by windows of 2.
     assert result.replays >= 8
     assert result.ms == result.mean_ms == (result.replays + 1) / 2
@@ -376,7 +386,7 @@ def test_sets_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (timed.num_accepted, timed.folds_per_step) == (1.0, 1.0)
     first, second = (workload.states(turn)[0] for turn in range(2))
     assert first.data_ptr() != second.data_ptr() and first.any() and second.any()
-    assert traffic.profile_kernels(workload) == {}
+    assert traffic.profile_kernels(workload) == ({}, {})
     # What the device did and the host's account does not have is found out.
     workload.step_by_hand(0, workload.counts.clone())
     with pytest.raises(SpecStateError, match=r"requests stand at \[3\], not at \[2\]"):
@@ -445,15 +455,136 @@ def test_few_variants_are_compiled_where_they_are_launched(monkeypatch: pytest.M
 
     def run(command: list[str], **options: Any) -> Done:
         commands.append(command)
-        return Done(int("eager" in command[-1]))
+        return Done(sum("eager" in job for job in command[3:]))
 
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
     monkeypatch.setattr("subprocess.run", run)
-    shapes = [SHAPES["k3-8"], SHAPES["k3-32"]]
-    assert precompile([shape.config("ring") for shape in shapes]) == 0
+    shapes = [SHAPES["k3-1"], SHAPES["k3-8"]]
+    table = gpu_table("NVIDIA H200")
+    assert precompile([Job(shape.config("ring")) for shape in shapes], table) == 0
     assert commands == []
-    configs = [shape.config(policy) for shape in shapes for policy in POLICIES]
-    assert precompile(configs) == 2  # all but the one that failed
-    given = [StateConfig.model_validate_json(command[-1]) for command in commands]
+    jobs = [Job(shape.config(policy)) for shape in shapes for policy in POLICIES]
+    assert precompile(jobs, table) == 2  # all but the one that failed
+    assert len(commands) == 2  # a process for all cores but one
+    given = [
+        StateConfig.model_validate_json(json.dumps(json.loads(job)["config"])) for each in commands for job in each[3:]
+    ]
     assert {config.fold_policy for config in given} == set(POLICIES)
     assert {(config.num_layers, config.max_requests, config.num_checkpoints) for config in given} == {(1, 1, 1)}
+
+
+def test_variants_are_compiled_for_the_rows_that_run() -> None:
+    table = gpu_table("NVIDIA H200")
+    rows = {name: fewest_rows(SHAPES[name].config("ring"), table) for name in SHAPES}
+    assert {rows[name] for name in ("k3-1", "k3-8", "kimi-linear-1")} == {1}
+    # Beyond 96 rows times heads another verify, beyond 16 rows of a plan another fold.
+    assert {rows[name] for name in ("k3-32", "k3-128", "k3-256-bf16", "k3-32-t4", "kimi-linear-128")} == {17}
+    pinned = SHAPES["k3-128"].config("ring").model_copy(update={"path": "portable"})
+    assert fewest_rows(pinned, table) == 1
+
+
+def test_compiling_counts_what_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+
+    def compile_step(config: StateConfig) -> None:
+        seen.append((config.max_requests, os.environ["SPECSTATE_TILES"]))
+        if config.max_requests == 2:
+            raise RuntimeError("no luck")
+
+    monkeypatch.setenv("SPECSTATE_TILES", "")
+    monkeypatch.setattr("specstate.bench.precompile.compile_step", compile_step)
+    configs = [replace(TINY, rows=rows).config("ring").model_dump(mode="json") for rows in (1, 2, 3)]
+    jobs = [{"config": config, "tiles": tiles} for config, tiles in zip(configs, (None, "a", "b"), strict=True)]
+    assert compile_all([json.dumps(job) for job in jobs]) == 1
+    assert seen == [(1, ""), (2, "a"), (3, "b")]
+    assert "no luck" in capsys.readouterr().err
+
+
+# -- S0
+
+
+def test_s0_is_timed_on_enough_layers() -> None:
+    machine = on_cpu(free_bytes=140 * 2**30)
+    layers = {name: num_layers(SHAPES[name], machine) for name in ("k3-1", "k3-32", "k3-128", "kimi-linear-128")}
+    # At 8 GiB of snapshots: 48 MiB a layer at B = 8, 192 MiB at B = 32.
+    assert layers == {"k3-1": 69, "k3-32": 42, "k3-128": 16, "kimi-linear-128": 16}
+    with pytest.raises(SpecStateError, match=r"16 layers of .* do not fit"):
+        num_layers(SHAPES["k3-128"], on_cpu(free_bytes=2**30))
+
+
+def test_s0_of_a_shape_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def measure(self: PeerTimes, shape: BenchShape, forward: Any) -> S0Time | None:
+        measured.append(shape.name)
+        return S0Time(0.5, 1) if shape.checkpoint_dtype == "float32" else None
+
+    monkeypatch.setattr(PeerTimes, "_measure", measure)
+    times = PeerTimes(lambda **_: None, on_cpu(), 1, print)
+    assert times.of(SHAPES["k3-8"]) == (34.5, 1)
+    narrow = SHAPES["k3-8-bf16"]
+    assert times.of(replace(narrow, checkpoint_dtype="float32", num_layers=2)) == (1.0, 1)
+    assert times.of(narrow) is times.of(narrow) is None
+    assert measured == ["k3-8", "k3-8-bf16"]
+    assert PeerTimes(None, on_cpu(), 1, print).of(narrow) is None
+
+
+def test_ratios_to_s0_in_float32() -> None:
+    (result,) = build_report([made_up(s0_fp32_ms=8.0)], "NVIDIA H200", []).results
+    assert (result.s0_fp32_ms, result.ratio_to_s0_fp32, result.without_conv.ratio_to_s0_fp32) == (8.0, 4.0, 8.0)
+
+
+@needs_interpreter
+def test_narrow_checkpoints_are_held_against_s0_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def of(self: PeerTimes, shape: BenchShape) -> S0Time:
+        asked.append(shape.checkpoint_dtype)
+        return S0Time(3.0 if shape.checkpoint_dtype == "float32" else 2.0, 1)
+
+    monkeypatch.setattr(gpu, "find_peer", lambda: (None, MISSING))
+    monkeypatch.setattr(PeerTimes, "of", of)
+    bench = Bench(on_cpu(), 1, 60.0, lambda text: None)
+    monkeypatch.setattr(bench, "_measure_policy", lambda shape, policy, sets, known: made_up(policy=policy))
+    bench.run([replace(TINY, checkpoint_dtype="bfloat16"), TINY], ["ring"])
+    assert asked == ["bfloat16", "float32", "float32"]
+    assert [(each.s0_ms, each.s0_fp32_ms) for each in bench.measured] == [(2.0, 3.0), (3.0, None)]
+
+
+# -- what is kept for the profiler
+
+
+@needs_interpreter
+def test_small_workloads_wait_for_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "find_peer", lambda: (None, MISSING))
+    profiled = []
+
+    def profile(workload: Workload) -> traffic.Kernels:
+        profiled.append(workload)
+        return traffic.Kernels({"verify": 1.0}, {"verify": 2.0})
+
+    monkeypatch.setattr(gpu, "profile_kernels", profile)
+    monkeypatch.setattr(gpu, "precompile", lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for share, is_kept in ((1.0, True), (0.0, False)):
+        monkeypatch.setattr(gpu, "KEPT_SHARE", share)
+        bench = Bench(on_cpu(), 1, 60.0, lambda text: None)
+        bench.run([TINY], ["ring"])
+        assert (bench.measured[0].workload is not None) is is_kept
+        # Were there graphs, the profiler would follow.
+        held = bench.measured[0].workload
+        monkeypatch.setattr(bench, "machine", replace(bench.machine, graphs=True))
+        monkeypatch.setattr(Workload, "capture", lambda self: None)
+        bench._profile()
+        assert bench.notes == [MISSING]
+        assert (profiled[-1] is held) is is_kept
+        assert bench.measured[0].workload is None
+        assert (bench.measured[0].kernel_ms, bench.measured[0].kernel_launches) == ({"verify": 1.0}, {"verify": 2.0})
+
+
+def test_results_of_an_h200() -> None:
+    if (Path(gpu.__file__).parent / "h200.json").is_file():
+        assert "H200" in h200_results().gpu
+    else:
+        with pytest.raises(SpecStateError, match=r"specstate/bench/h200\.json is missing"):
+            h200_results()
