@@ -17,7 +17,7 @@ from specstate.layout import DTYPE_BYTES
 #: S0 of fewer layers says little about all of them.
 LEAST_LAYERS = 16
 
-#: Snapshots beyond these are no use to a median, and take seconds to step through.
+#: More snapshots change no median, and take seconds to step through.
 MOST_BYTES = 8 * 2**30
 
 
