@@ -557,17 +557,19 @@ def test_narrow_checkpoints_are_held_against_s0_in_float32(monkeypatch: pytest.M
 @needs_interpreter
 def test_small_workloads_wait_for_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "find_peer", lambda: (None, MISSING))
-    profiled = []
+    profiled, empty = [], []
 
     def profile(workload: Workload) -> traffic.Kernels:
         profiled.append(workload)
-        return traffic.Kernels({"verify": 1.0}, {"verify": 2.0})
+        return empty.pop() if empty else traffic.Kernels({"verify": 1.0}, {"verify": 2.0})
 
     monkeypatch.setattr(gpu, "profile_kernels", profile)
     monkeypatch.setattr(gpu, "precompile", lambda *_: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    for share, is_kept in ((1.0, True), (0.0, False)):
+    for share, is_kept, unseen in ((1.0, True, 0), (0.0, False, 0), (1.0, True, 1)):
         monkeypatch.setattr(gpu, "KEPT_SHARE", share)
+        profiled.clear()
+        empty[:] = [traffic.Kernels({}, {})] * unseen
         bench = Bench(on_cpu(), 1, 60.0, lambda text: None)
         bench.run([TINY], ["ring"])
         assert (bench.measured[0].workload is not None) is is_kept
@@ -577,7 +579,7 @@ def test_small_workloads_wait_for_the_profiler(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(Workload, "capture", lambda self: None)
         bench._profile()
         assert bench.notes == [MISSING]
-        assert (profiled[-1] is held) is is_kept
+        assert [workload is held for workload in profiled] == [is_kept] + [False] * unseen
         assert bench.measured[0].workload is None
         assert (bench.measured[0].kernel_ms, bench.measured[0].kernel_launches) == ({"verify": 1.0}, {"verify": 2.0})
 
