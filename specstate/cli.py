@@ -1,4 +1,4 @@
-"""The command line: ``specstate demo | plan | replay | bench | doctor``.
+"""The command line: ``specstate demo | plan | simulate | replay | bench | doctor``.
 
 Exit codes: 0 fine; 1 a check failed; 2 bad input or usage, with one line on stderr. With ``--json`` one object goes
 to stdout and nothing else.
@@ -23,6 +23,7 @@ from specstate.config import ActivationDtype, CheckpointDtype, FoldPolicy
 from specstate.errors import SpecStateError, shown
 from specstate.plan_report import PlanRequest, build_plan_report
 from specstate.presets import PRESETS, Preset, find_preset
+from specstate.scheduler.options import add_options as add_simulate_options
 
 FINE, CHECK_FAILED, BAD_INPUT = 0, 1, 2
 #: What a shell reports for a process that SIGINT or SIGPIPE ended.
@@ -70,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_plan(commands)
+    _add_simulate(commands)
     _add_replay(commands)
     add_bench(commands, _add_command, _count)
     _add_command(commands, "doctor", run_doctor, "say what runs on this machine, and check its kernels")
@@ -134,6 +136,18 @@ def _planned_model(options: argparse.Namespace) -> Preset:
         conv_kernel_size=shape.get("conv_kernel_size", 4) or None,
         gate_lower_bound=None,  # the gate costs no bytes
     )
+
+
+def _add_simulate(commands: Any) -> None:
+    summary = "serve a trace of requests in simulated time: throughput, latency, slots"
+    simulate = _add_command(commands, "simulate", run_simulate, summary)
+    add_simulate_options(simulate, _count)
+
+
+def run_simulate(options: argparse.Namespace) -> int:
+    from specstate.scheduler.command import run
+
+    return run(options)
 
 
 def _add_demo(commands: Any) -> None:

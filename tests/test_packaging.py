@@ -69,10 +69,19 @@ def test_core_dependencies_and_extras() -> None:
     assert PROJECT["dependencies"][:2] == ["torch>=2.11", "triton>=3.6; platform_system == 'Linux'"]
     names = [re.split(r"[><=;\[]", requirement)[0] for requirement in PROJECT["dependencies"]]
     assert names == ["torch", "triton", "pydantic"]
-    assert set(PROJECT["optional-dependencies"]) == {"test", "demo", "cli", "prometheus", "transfer", "peer", "plot"}
+    assert set(PROJECT["optional-dependencies"]) == {
+        "test",
+        "demo",
+        "cli",
+        "prometheus",
+        "transfer",
+        "peer",
+        "plot",
+        "progress",
+    }
     assert PROJECT["optional-dependencies"]["transfer"][0] == "safetensors>=0.4"
     assert PROJECT["optional-dependencies"]["demo"] == ["specstate[transfer]"]
-    assert "specstate[demo,cli,prometheus,peer]" in PROJECT["optional-dependencies"]["test"]
+    assert "specstate[demo,cli,prometheus,peer,plot,progress]" in PROJECT["optional-dependencies"]["test"]
     assert PROJECT["optional-dependencies"]["peer"] == ["fla-core>=0.6", "einops>=0.7"]
     assert PROJECT["requires-python"] == ">=3.11"
     assert PROJECT["scripts"] == {"specstate": "specstate.cli:main"}

@@ -115,14 +115,25 @@ class RequestReader:
                 f"{self._options.rate_factor}; the limit is {MAX_ARRIVAL_MS:.0f}"
             )
         input_len = self._scaled("input", row.input_len)
+        block_size = self._scaled_block(row.block_size) if self._options.scale_blocks else row.block_size
         return TracedRequest(
             row.request_id or str(number),
             arrival_ms,
             input_len,
             self._scaled("output", row.output_len),
-            row.prefix_hashes[: num_blocks(input_len, row.block_size)],
-            row.block_size,
+            row.prefix_hashes[: num_blocks(input_len, block_size)],
+            block_size,
         )
+
+    def _scaled_block(self, block_size: int) -> int:
+        numerator, denominator = self._length_factor
+        scaled, rest = divmod(block_size * numerator, denominator)
+        if rest or not 1 <= scaled <= MAX_REQUEST_LEN:
+            raise LineFault(
+                f"a block of {block_size} tokens times length_factor = {self._options.length_factor} is no whole "
+                f"number in 1..{MAX_REQUEST_LEN}, as scale_blocks needs it"
+            )
+        return scaled
 
     def _scaled(self, what: str, length: int) -> int:
         numerator, denominator = self._length_factor

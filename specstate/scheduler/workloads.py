@@ -91,6 +91,9 @@ class WorkloadOptions(BaseModel):
     """Only so many requests, the first of the file."""
     length_factor: float = Field(default=1.0, gt=0, le=1e6, allow_inf_nan=False)
     """Inputs and outputs are so many times as long, rounded up. Hashes of blocks beyond a shorter input fall away."""
+    scale_blocks: bool = False
+    """Blocks of hashes become longer or shorter with the lengths, so that requests share what they shared. Lines whose
+    blocks would not be whole numbers of tokens cannot be used."""
     rate_factor: float = Field(default=1.0, ge=1e-6, le=1e6, allow_inf_nan=False)
     """Requests come so many times as often."""
     skip_bad: bool = False

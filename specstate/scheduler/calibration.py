@@ -1,0 +1,294 @@
+"""How long state management takes: measured steps of ``specstate bench gpu``, interpolated between their sizes.
+
+A step of L layers that moves X bytes takes L y(X / L) milliseconds, where y runs through the measured points of the
+same policy (or S0's, for snapshots), straight from one to the next: launches and latency dominate where a layer moves
+little, bandwidth where it moves much, and both show in the points. Beyond the last point y goes on at that point's
+bandwidth; before the first, on the line through the first two, which ends at what launches cost. Each window length
+that was measured has a y of its own, since the arithmetic of a window grows with it; lengths between two measured ones
+mix their curves in proportion, others take the nearest.
+
+Bytes are those of traffic.py, times are means over a ring's cycle (``mean_ms``), so that folds are in it. S0's are
+fla-core's, without a convolution: snapshots come out cheaper than they are.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from operator import mul
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import specstate
+from specstate.bench.results import BenchReport, BenchResult, ShapeFigures, load_results
+from specstate.bench.workload import CONDITIONAL_RATES
+from specstate.config import FoldPolicy, KDALayerSpec, StateConfig
+from specstate.errors import SpecStateError, shown
+from specstate.scheduler.settings import Policy
+from specstate.scheduler.traffic import Traffic, Work, fold_traffic, snapshot_traffic
+
+UNCALIBRATED_BYTES_PER_S = 4.3e12
+"""What an H200 reads: 90 % of its 4.8 TB/s."""
+
+SHIPPED_RESULTS = Path(specstate.__file__).parent / "bench" / "h200.json"
+"""Measured on an H200; what is used unless the caller names a file."""
+
+
+class Curve:
+    """Milliseconds a layer by bytes a layer, through measured points."""
+
+    def __init__(self, points: Iterable[tuple[float, float]]) -> None:
+        """Points of the same bytes are averaged. Raises SpecStateError when there is none."""
+        by_bytes: dict[float, list[float]] = {}
+        for size, ms in points:
+            by_bytes.setdefault(size, []).append(ms)
+        self._points = [(size, sum(times) / len(times)) for size, times in sorted(by_bytes.items())]
+        if not self._points:
+            raise SpecStateError("a curve needs at least one measured point")
+
+    def ms(self, size: float) -> float:
+        """Of one layer that moves ``size`` bytes."""
+        points = self._points
+        first, last = points[0], points[-1]
+        if size >= last[0]:
+            return last[1] * size / last[0]
+        if size <= first[0]:
+            slope = _slope(first, points[1]) if len(points) > 1 else first[1] / first[0]
+            return max(first[1] - max(slope, 0.0) * (first[0] - size), 0.0)
+        for left, right in pairwise(points):
+            if size <= right[0]:
+                return left[1] + _slope(left, right) * (size - left[0])
+        raise AssertionError("sizes are in order")
+
+
+class Calibration:
+    """Milliseconds of a step's state management, by policy and window. See the module."""
+
+    def __init__(self, source: str, curves: dict[tuple[Policy, str], dict[int, Curve]]) -> None:
+        self.source = source
+        """For the report: whose figures these are."""
+        self._curves = curves
+
+    @property
+    def is_measured(self) -> bool:
+        """False: bytes over a bandwidth, nothing else."""
+        return bool(self._curves)
+
+    def state_ms(self, policy: Policy, config: StateConfig, traffic: Traffic, work: Work) -> float:
+        """Of one step. Raises SpecStateError when nothing was measured under the policy."""
+        if work.rows <= 0:
+            return 0.0
+        size = traffic.step_bytes(work)
+        if not self._curves:
+            return size / UNCALIBRATED_BYTES_PER_S * 1e3
+        windows = self._windows(policy, config.checkpoint_dtype)
+        return traffic.layers * self._at_window(windows, config.max_query_len, size / traffic.layers)
+
+    def _windows(self, policy: Policy, dtype: str) -> dict[int, Curve]:
+        found = self._curves.get((policy, dtype))
+        if found is None:
+            others = [curves for (name, _), curves in self._curves.items() if name == policy]
+            if not others:
+                raise SpecStateError(f"{self.source} has no result for policy {policy}")
+            found = others[0]
+        return found
+
+    @staticmethod
+    def _at_window(windows: dict[int, Curve], window: int, size: float) -> float:
+        below = max((known for known in windows if known <= window), default=None)
+        above = min((known for known in windows if known >= window), default=None)
+        if below is None or above is None or below == above:
+            nearest = below if above is None else above
+            assert nearest is not None
+            return windows[nearest].ms(size)
+        share = (window - below) / (above - below)
+        return (1 - share) * windows[below].ms(size) + share * windows[above].ms(size)
+
+
+def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:
+    return (right[1] - left[1]) / (right[0] - left[0])
+
+
+# -- from results
+
+
+def load_calibration(path: str | Path | None = None) -> Calibration:
+    """From a file of ``specstate bench gpu --json``; None: the H200's that the package brings, or bytes alone.
+
+    Raises SpecStateError as ``load_results``.
+    """
+    if path is not None:
+        return calibration(load_results(path), str(path))
+    if SHIPPED_RESULTS.is_file():
+        return calibration(load_results(SHIPPED_RESULTS), "the package's own H200 results")
+    return uncalibrated()
+
+
+def uncalibrated() -> Calibration:
+    """Every byte at the bandwidth of an H200, launches free: a lower bound, not a forecast."""
+    return Calibration(f"not calibrated: bytes at {UNCALIBRATED_BYTES_PER_S / 1e12:.1f} TB/s, launches not counted", {})
+
+
+def calibration(report: BenchReport, name: str) -> Calibration:
+    """Curves through what was measured. Raises SpecStateError when there is no result at all."""
+    if not report.results:
+        raise SpecStateError(f"{name} has no results to calibrate with")
+    points: dict[tuple[Policy, str], dict[int, list[tuple[float, float]]]] = {}
+    for result in report.results:
+        for policy, point in _points(result):
+            windows = points.setdefault((policy, result.shape.checkpoint_dtype), {})
+            windows.setdefault(result.shape.max_query_len, []).append(point)
+    curves = {key: {window: Curve(measured) for window, measured in windows.items()} for key, windows in points.items()}
+    return Calibration(f"{name} ({report.gpu}, {report.date})", curves)
+
+
+def _points(result: BenchResult) -> list[tuple[Policy, tuple[float, float]]]:
+    layers = result.shape.layers
+    found: list[tuple[Policy, tuple[float, float]]] = [
+        (result.policy, (result.mean_floor_bytes / layers, result.mean_ms / layers))
+    ]
+    if result.s0_ms is not None:
+        config = shape_config(result.shape, "eager")
+        size = snapshot_traffic(config).step_bytes(full_windows(result.shape.rows, config.max_query_len))
+        found.append(("snapshots", (size / layers, result.s0_ms / layers)))
+    return found
+
+
+def shape_config(shape: ShapeFigures, policy: FoldPolicy, record_capacity: int | None = None) -> StateConfig:
+    """What was timed, as a config. record_capacity: None for the policy's default."""
+    capacity: dict[str, Any] = {"record_capacity": record_capacity}
+    spec = KDALayerSpec(
+        num_heads=shape.num_heads,
+        head_k_dim=shape.head_k_dim,
+        head_v_dim=shape.head_v_dim,
+        conv_kernel_size=shape.conv_kernel_size,
+        gate_lower_bound=shape.gate_lower_bound,
+    )
+    return StateConfig(
+        num_layers=shape.layers,
+        layer=spec,
+        max_requests=shape.rows,
+        max_query_len=shape.max_query_len,
+        fold_policy=policy,
+        **capacity,
+        checkpoint_dtype=shape.checkpoint_dtype,
+        activation_dtype=shape.activation_dtype,
+    )
+
+
+# -- a step on average
+
+
+def full_windows(rows: int, max_query_len: int) -> Work:
+    """Of ``rows`` full windows, nothing pending and nothing folded."""
+    return Work(rows, rows * max_query_len)
+
+
+def mean_work(config: StateConfig, rows: int, rates: Sequence[float] = CONDITIONAL_RATES) -> Work:
+    """Of a step of ``rows`` full windows, in the long run.
+
+    rates: as ``RateAcceptance`` takes them; the last one holds for positions beyond. Under "ring" from the stationary
+    distribution of what a row has pending, a Markov chain over 0..R.
+    """
+    window = config.max_query_len
+    chances = _count_chances(window, rates)
+    mean = sum(count * chance for count, chance in chances.items())
+    full = full_windows(rows, window)
+    if config.folds_at_end:
+        return full._replace(end_folds=rows, folded=rows * mean)
+    if config.folds_in_verify:
+        return full._replace(pending=rows * mean, verify_folds=rows)
+    most = config.record_capacity - window
+    pending = {0: 1.0}
+    for _ in range(64 * (config.record_capacity // window + 1)):  # mixes within a few folds
+        after: dict[int, float] = {}
+        for held, chance in pending.items():
+            for count, share in chances.items():
+                left = held + count if held + count <= most else 0
+                after[left] = after.get(left, 0.0) + 0.5 * chance * share
+            after[held] = after.get(held, 0.0) + 0.5 * chance  # lazy: the same limit, also where all counts are alike
+        pending = after
+    folds = folded = 0.0
+    for held, chance in pending.items():
+        for count, share in chances.items():
+            if held + count > most:
+                folds += chance * share
+                folded += chance * share * (held + count)
+    mean_pending = sum(held * chance for held, chance in pending.items())
+    return full._replace(pending=rows * mean_pending, end_folds=rows * folds, folded=rows * folded)
+
+
+def predicted_state_ms(
+    config: StateConfig,
+    rows: int,
+    measured: Calibration,
+    policy: Policy | None = None,
+    rates: Sequence[float] = CONDITIONAL_RATES,
+) -> float:
+    """State management of a step of ``rows`` full windows, in milliseconds, on average.
+
+    policy: None for the config's; "snapshots" for a state a token. Raises SpecStateError for rows that are none.
+    """
+    if type(rows) is not int or rows < 1:
+        raise SpecStateError(f"rows = {shown(rows)} must be a number of rows, 1 or more")
+    if policy == "snapshots":
+        work = full_windows(rows, config.max_query_len)
+        return measured.state_ms("snapshots", config, snapshot_traffic(config), work)
+    return measured.state_ms(policy or config.fold_policy, config, fold_traffic(config), mean_work(config, rows, rates))
+
+
+def _count_chances(window: int, rates: Sequence[float]) -> dict[int, float]:
+    """Of each accepted count 1..T of a full window."""
+    by_position = [float(rates[min(i, len(rates) - 1)]) for i in range(window - 1)]
+    shares: list[float] = [1.0, *accumulate(by_position, mul), 0.0]
+    return {count: shares[count - 1] - shares[count] for count in range(1, window + 1)}
+
+
+# -- how well it predicts
+
+
+class Held(NamedTuple):
+    """A measured point beside what the other points of its file predict for it."""
+
+    shape: str
+    policy: Policy
+    rows: int
+    window: int
+    measured_ms: float
+    predicted_ms: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to the measurement."""
+        return self.predicted_ms / self.measured_ms - 1.0
+
+
+def leave_one_out(report: BenchReport) -> tuple[Held, ...]:
+    """Each result against a calibration without its shape. Shapes whose policy nothing else shows are left out."""
+    found: list[Held] = []
+    for result in report.results:
+        shape = result.shape
+        others = tuple(other for other in report.results if other.shape != shape)
+        config = shape_config(shape, result.policy, result.record_capacity)
+        cases: list[tuple[Policy, float]] = [(result.policy, result.mean_ms)]
+        if result.s0_ms is not None:
+            cases.append(("snapshots", result.s0_ms))
+        for policy, measured_ms in cases:
+            known = policy == "snapshots" and any(other.s0_ms is not None for other in others)
+            if not known and not any(other.policy == policy for other in others):
+                continue
+            rest = calibration(report.model_copy(update={"results": others}), "the rest")
+            predicted_ms = predicted_state_ms(config, shape.rows, rest, policy)
+            held = Held(shape.name, policy, shape.rows, shape.max_query_len, measured_ms, predicted_ms)
+            if policy != "snapshots" or all(h.shape != held.shape or h.policy != policy for h in found):
+                found.append(held)
+    return tuple(found)
+
+
+def held_table(points: Sequence[Held]) -> str:
+    """For a person: measured and predicted milliseconds."""
+    lines = [f"{'shape':<20} {'policy':<10} {'rows':>5} {'T':>3} {'measured':>10} {'predicted':>10} {'error':>7}"]
+    lines += [
+        f"{point.shape:<20} {point.policy:<10} {point.rows:>5} {point.window:>3} {point.measured_ms:>10.3f} "
+        f"{point.predicted_ms:>10.3f} {point.error:>+7.1%}"
+        for point in points
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,76 @@
+"""Several choices side by side, and the best of them: the one with the most requests within the SLO."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from specstate.plan_report import size_text
+from specstate.scheduler.report import Report
+
+HEADER = (
+    *("policy", "T", "fit", "memory", "tokens/s", "goodput/s", "in SLO", "TTFT p50", "p99", "TPOT p50", "p99"),
+    *("batch", "state"),
+)
+
+
+def best(reports: Sequence[Report]) -> int:
+    """Index of the report with the highest goodput, then throughput, then the least memory a request."""
+    return max(
+        range(len(reports)),
+        key=lambda i: (reports[i].goodput, reports[i].throughput, -reports[i].slots.request_bytes, -i),
+    )
+
+
+def sweep_json(reports: Sequence[Report], failed: Sequence[str]) -> dict[str, Any]:
+    """One JSON object: the best choice's own, all choices, and why others could not be simulated."""
+    chosen = reports[best(reports)]
+    return {
+        **chosen.to_json(),
+        "best": {"policy": chosen.policy, "max_query_len": chosen.max_query_len},
+        "choices": [report.to_json() for report in reports],
+        "not_possible": list(failed),
+    }
+
+
+def sweep_text(reports: Sequence[Report], failed: Sequence[str]) -> str:
+    """A table, a line a choice, the best one marked."""
+    chosen = best(reports)
+    rows = [HEADER, *(_row(report) for report in reports)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    lines = []
+    for number, row in enumerate(rows):
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells) + ("  <- best" if number == chosen + 1 else ""))
+    report = reports[chosen]
+    meter, setup = report.outcome.meter, report.outcome.setup
+    lines += [
+        "",
+        f"best: policy {report.policy}, windows of {report.max_query_len}: {report.goodput:.3f} requests a second with "
+        f"the first token within {meter.slo_ttft_ms:g} ms and {meter.slo_tpot_ms:g} ms a token after it, at "
+        f"{size_text(report.slots.request_bytes)} a request",
+        f"times in ms; {report.model}, {report.tp}-way tensor parallel; {report.workload}",
+        f"calibration: {setup.calibration.source}",
+        f"rest of the model: {setup.cost.source}",
+        *(f"not possible: {reason}" for reason in failed),
+    ]
+    return "\n".join(lines)
+
+
+def _row(report: Report) -> tuple[str, ...]:
+    values = report.to_json()
+    ttft, tpot = values["ttft_ms"], values["tpot_ms"]
+    times = (ttft["p50"], ttft["p99"], tpot["p50"], tpot["p99"])
+    return (
+        report.policy,
+        str(report.max_query_len),
+        str(report.slots.num_fitting),
+        size_text(report.slots.request_bytes),
+        f"{report.throughput:,.0f}",
+        f"{report.goodput:.3f}",
+        f"{report.attainment:.1%}",
+        *("-" if ms is None else f"{ms:,.1f}" for ms in times),
+        f"{report.mean_batch:.1f}",
+        f"{report.state_share:.1%}",
+    )
