@@ -4,8 +4,9 @@ A step of L layers that moves X bytes takes L y(X / L) milliseconds, where y run
 same policy (or S0's, for snapshots), straight from one to the next: launches and latency dominate where a layer moves
 little, bandwidth where it moves much, and both show in the points. Beyond the last point y goes on at that point's
 bandwidth; before the first, on the line through the first two, which ends at what launches cost. Each window length
-that was measured has a y of its own, since the arithmetic of a window grows with it; lengths between two measured ones
-mix their curves in proportion, others take the nearest.
+that was measured has a y of its own, since the arithmetic of a window grows with it; where fewer than three sizes were
+measured, it is that of the length with the most sizes, times the mean ratio at those that were. Lengths between two
+measured ones mix their curves in proportion, others take the nearest.
 
 Bytes are those of traffic.py, times are means over a ring's cycle (``mean_ms``), so that folds are in it. S0's are
 fla-core's, without a convolution: snapshots come out cheaper than they are.
@@ -28,6 +29,9 @@ from specstate.scheduler.traffic import Traffic, Work, fold_traffic, snapshot_tr
 UNCALIBRATED_BYTES_PER_S = 4.3e12
 """What an H200 reads: 90 % of its 4.8 TB/s."""
 
+ENOUGH_POINTS = 3
+"""Of a curve: two show where launches end and bandwidth begins no better than one."""
+
 SHIPPED_RESULTS = Path(specstate.__file__).parent / "bench" / "h200.json"
 """Measured on an H200; what is used unless the caller names a file."""
 
@@ -35,12 +39,15 @@ SHIPPED_RESULTS = Path(specstate.__file__).parent / "bench" / "h200.json"
 class Curve:
     """Milliseconds a layer by bytes a layer, through measured points."""
 
-    def __init__(self, points: Iterable[tuple[float, float]]) -> None:
-        """Points of the same bytes are averaged. Raises SpecStateError when there is none."""
+    def __init__(self, points: Iterable[tuple[float, float]], scale: float = 1.0) -> None:
+        """Points of the same bytes are averaged; times are then multiplied by ``scale``.
+
+        Raises SpecStateError when there is none.
+        """
         by_bytes: dict[float, list[float]] = {}
         for size, ms in points:
             by_bytes.setdefault(size, []).append(ms)
-        self._points = [(size, sum(times) / len(times)) for size, times in sorted(by_bytes.items())]
+        self._points = [(size, scale * sum(times) / len(times)) for size, times in sorted(by_bytes.items())]
         if not self._points:
             raise SpecStateError("a curve needs at least one measured point")
 
@@ -136,8 +143,21 @@ def calibration(report: BenchReport, name: str) -> Calibration:
         for policy, point in _points(result):
             windows = points.setdefault((policy, result.shape.checkpoint_dtype), {})
             windows.setdefault(result.shape.max_query_len, []).append(point)
-    curves = {key: {window: Curve(measured) for window, measured in windows.items()} for key, windows in points.items()}
+    curves = {key: _curves(windows) for key, windows in points.items()}
     return Calibration(f"{name} ({report.gpu}, {report.date})", curves)
+
+
+def _curves(windows: dict[int, list[tuple[float, float]]]) -> dict[int, Curve]:
+    """One for each window length: its own points where there are enough, else the best known curve, scaled to them."""
+    best = max(windows, key=lambda window: (len(windows[window]), window))
+    reference, curves = Curve(windows[best]), {}
+    for window, points in windows.items():
+        if window == best or len(points) >= ENOUGH_POINTS:
+            curves[window] = Curve(points)
+        else:
+            ratios = [ms / reference.ms(size) for size, ms in points]
+            curves[window] = Curve(windows[best], sum(ratios) / len(ratios))
+    return curves
 
 
 def _points(result: BenchResult) -> list[tuple[Policy, tuple[float, float]]]:
