@@ -105,9 +105,10 @@ class Planner:
             if session.phase is Phase.PREFILL and budget:
                 budget -= self._plan_piece(plan, session, budget)
         while budget and not made_room and (admitted := self._admit()) is not None:
-            if admitted.phase is not Phase.PREFILL:
-                break  # resumed in the middle of its answer: its window is in the next step
-            budget -= self._plan_piece(plan, admitted, budget)
+            if admitted.phase is Phase.PREFILL:
+                budget -= self._plan_piece(plan, admitted, budget)
+            else:  # resumed in the middle of its answer
+                budget -= self._plan_window(plan, admitted, budget)
         return plan
 
     def drop_last(self, plan: Plan) -> None:
@@ -149,13 +150,20 @@ class Planner:
         for session in self.running.values():
             if session.phase is not Phase.DECODE:
                 continue
-            query_len = session.drafts.num_drafts + 1
-            if query_len > budget:
+            taken = self._plan_window(plan, session, budget)
+            if not taken:
                 break
-            budget -= query_len
-            plan.windows.append(session)
-            plan.query_lens.append(query_len)
+            budget -= taken
         return budget
+
+    def _plan_window(self, plan: Plan, session: Session, budget: int) -> int:
+        """Tokens taken; 0 when the window does not fit."""
+        query_len = session.drafts.num_drafts + 1
+        if query_len > budget:
+            return 0
+        plan.windows.append(session)
+        plan.query_lens.append(query_len)
+        return query_len
 
     def _plan_piece(self, plan: Plan, session: Session, budget: int) -> int:
         start = session.prefilled_len

@@ -231,6 +231,13 @@ def test_boundary_checkpoints_that_find_no_slot_preempt_the_last_request() -> No
     assert outcome.tally.finished == 4
 
 
+def test_a_request_that_was_retracted_resumes_when_it_is_alone() -> None:
+    setup = make_setup(slots=2, window=1, kv_tokens=83, token_budget=2, async_depth=0, preemption="retract")
+    outcome = serve(setup, [request("a", input_len=3, output_len=40), request("b", input_len=1, output_len=40)])
+    assert outcome.tally.retracted > 0
+    assert outcome.tally.finished == 2
+
+
 def test_the_oldest_request_is_never_preempted() -> None:
     watched = Watched()
     requests = [request(f"r{i}", 1.0 * i, input_len=20, output_len=100) for i in range(8)]
