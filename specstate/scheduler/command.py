@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -186,7 +187,7 @@ class _Work:
             for what, factor in (("lengths", options.length_factor), ("rate", options.rate_factor))
             if factor != 1.0 and options.trace is not None
         ]
-        base = f"{options.synthetic} synthetic requests" if options.trace is None else str(options.trace)
+        base = f"{options.synthetic} synthetic requests" if options.trace is None else Path(options.trace).name
         return ", ".join([base, *factors])
 
     @contextmanager

@@ -105,7 +105,7 @@ def preset_cost(name: str, tp: int) -> CostLine:
         ms_per_token=1e3 * 2 * model.active_parameters / flops,
         ms_per_context_token=1e3 * model.attention_layers * MLA_LATENT_BYTES / BANDWIDTH,
         prefill_tokens_per_s=flops / (2 * model.active_parameters),
-        source=f"derived for {tp} ranks at an H200's speed from {model.source}",
+        source=f"derived for {tp} rank{'s' if tp > 1 else ''} at an H200's speed from {model.source}",
     )
 
 

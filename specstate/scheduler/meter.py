@@ -47,6 +47,8 @@ class Meter:
     tpot_ms: "array[float]" = field(default_factory=lambda: array("d"))
     finished_ms: "array[float]" = field(default_factory=lambda: array("d"))
     """When the requests of ``ttft_ms`` had finished."""
+    tpot_finished_ms: "array[float]" = field(default_factory=lambda: array("d"))
+    """The same for ``tpot_ms``, where requests of one token are not among."""
     gaps_ms: "array[float]" = field(default_factory=lambda: array("d"))
     """Between two deliveries to a client, one a window: its tokens come together."""
     samples: list[Sample] = field(default_factory=list)
@@ -63,8 +65,6 @@ class Meter:
     """Of ``busy_ms``, state management."""
     end_ms: float = 0.0
     """When the last token was there."""
-    held: "array[float]" = field(default_factory=lambda: array("d"))
-    """Milliseconds times record slots in use, and times checkpoint slots."""
 
     def deliver(self, session: Session, ms: float) -> None:
         """Tokens of one step reach the client."""
@@ -85,6 +85,7 @@ class Meter:
         self.finished_ms.append(session.last_token_ms)
         if count > 1:
             self.tpot_ms.append(tpot_ms)
+            self.tpot_finished_ms.append(session.last_token_ms)
         if ttft_ms <= self.slo_ttft_ms and tpot_ms <= self.slo_tpot_ms:
             self.good_requests += 1
             self.good_tokens += count

@@ -111,8 +111,14 @@ class Planner:
                 budget -= self._plan_window(plan, admitted, budget)
         return plan
 
-    def drop_last(self, plan: Plan) -> None:
-        """A step found no slot for a boundary checkpoint: the request admitted last makes room, and leaves the plan."""
+    def make_boundary_room(self, plan: Plan) -> bool:
+        """A step found no slot for a boundary checkpoint: the request admitted last leaves the plan and makes room.
+
+        False when only one is left, which three checkpoint slots rule out: preempted requests come back before others
+        are admitted, so all that keep a prefix once ran side by side, with a slot each beside it.
+        """
+        if len(self.running) == 1:
+            return False
         victim = self.running[next(reversed(self.running))]
         if victim in plan.windows:
             place = plan.windows.index(victim)
@@ -122,6 +128,7 @@ class Planner:
                 victim.prefilled_len = piece.start
         plan.pieces = [piece for piece in plan.pieces if piece.session is not victim]
         self._preempt(victim)
+        return True
 
     def publish(self, session: Session, position: int) -> bool:
         """Publishes the state there, which the manager must have; whether there was something to publish."""

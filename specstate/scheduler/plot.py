@@ -37,7 +37,7 @@ def plot(reports: Sequence[Report], path: str | os.PathLike[str]) -> None:
     _latency(axes[1][0], chosen)
     _occupancy(axes[2][0], chosen)
     if several:
-        _choices(axes[0][1], reports, "output tokens a second", lambda report: report.throughput)
+        _choices(axes[0][1], reports, "requests a second\nwithin the SLO", lambda report: report.goodput)
         _choices(axes[1][1], reports, "time per output token,\nmedian (ms)", _median_tpot_ms)
         _choices(axes[2][1], reports, "requests that fit", lambda report: report.slots.num_fitting)
     try:
@@ -62,24 +62,31 @@ def _throughput(axis: Any, report: Report) -> None:
         bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1},
     )
     _dress(axis, report, "output tokens a second")
+    axis.set_ylim(bottom=0)
 
 
 def _latency(axis: Any, report: Report) -> None:
     meter = report.outcome.meter
-    seconds = [ms / 1e3 for ms in meter.finished_ms]
-    axis.scatter(seconds, [ms / 1e3 for ms in meter.ttft_ms], s=4, alpha=0.35, color="#d1495b", linewidths=0)
+    for name, colour, dark, at_ms, times_ms, slo_ms in (
+        ("first token", "#d1495b", "#7a1f2b", meter.finished_ms, meter.ttft_ms, meter.slo_ttft_ms),
+        ("each later token", "#2e86ab", "#174a60", meter.tpot_finished_ms, meter.tpot_ms, meter.slo_tpot_ms),
+    ):
+        points = sorted((at / 1e3, ms / 1e3) for at, ms in zip(at_ms, times_ms, strict=True))
+        axis.scatter(*zip(*points, strict=True), s=4, alpha=0.3, color=colour, linewidths=0) if points else None
+        medians = _medians(points)
+        axis.plot([at for at, _ in medians], [time for _, time in medians], color=dark, linewidth=1.5, label=name)
+        axis.axhline(slo_ms / 1e3, color=colour, linestyle="--", linewidth=1)
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter("{x:g}")
-    axis.axhline(meter.slo_ttft_ms / 1e3, color="#d1495b", linestyle="--", linewidth=1)
-    times = sorted(zip(seconds, meter.ttft_ms, strict=True))
-    if times:
-        width = max(1, len(times) // _WINDOWED_SHARE)
-        medians = []
-        for start in range(0, len(times), width):
-            part = sorted(ttft for _, ttft in times[start : start + width])
-            medians.append((times[min(start + width // 2, len(times) - 1)][0], part[len(part) // 2] / 1e3))
-        axis.plot([at for at, _ in medians], [value for _, value in medians], color="#7a1f2b", linewidth=1.5)
-    _dress(axis, report, "time to first token (s)\npoints, median, SLO (dashed)")
+    _dress(axis, report, "seconds to a token\n(points, median; SLO dashed)")
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=8, ncols=2)
+
+
+def _medians(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of successive parts of some points in the order of time, each at the time of its middle."""
+    width = max(1, len(points) // _WINDOWED_SHARE)
+    parts = [points[start : start + width] for start in range(0, len(points), width)]
+    return [(part[len(part) // 2][0], sorted(time for _, time in part)[len(part) // 2]) for part in parts]
 
 
 def _occupancy(axis: Any, report: Report) -> None:
@@ -94,11 +101,15 @@ def _occupancy(axis: Any, report: Report) -> None:
     axis.set_ylim(-3, 103)
     _dress(axis, report, "slots in use (%)")
     queue = axis.twinx()
-    queue.plot(seconds, [sample.waiting for sample in samples], label="waiting", color="#8c8c8c", linewidth=1)
+    waiting = [sample.waiting for sample in samples]
+    area = queue.fill_between(seconds, waiting, label="waiting", color="#8c8c8c", alpha=0.35, linewidth=0)
     queue.set_ylabel("requests waiting")
-    queue.set_ylim(bottom=0)
+    queue.set_ylim(0, 1.05 * max(1, *waiting))
+    queue.yaxis.get_major_locator().set_params(integer=True)
     queue.spines["top"].set_visible(False)
-    handles = [*axis.get_lines(), *queue.get_lines()]
+    axis.set_zorder(queue.get_zorder() + 1)  # lines before the area
+    axis.patch.set_visible(False)
+    handles = [*axis.get_lines(), area]
     axis.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=8, ncols=3)
     axis.set_xlabel("simulated time (s)")
 
@@ -113,14 +124,18 @@ def _choices(axis: Any, reports: Sequence[Report], label: str, value: Any) -> No
         at = [windows.index(window) + (place - (len(policies) - 1) / 2) * width for window in found]
         bars = axis.bar(at, list(found.values()), width * 0.92, label=policy, color=_COLOURS[policy])
         if len(windows) * len(policies) <= 16:
-            axis.bar_label(bars, fmt=lambda x: f"{x:,.0f}", fontsize=7, padding=1)
+            axis.bar_label(bars, fmt=_figure, fontsize=7, padding=1)
     axis.set_xticks(range(len(windows)), [f"T = {window}" for window in windows])
     axis.set_ylabel(label)
     axis.margins(y=0.12)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
-    if label.startswith("output"):
+    if label.startswith("requests a second"):
         axis.legend(frameon=False, fontsize=8, ncols=len(policies), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2f}"
 
 
 def _median_tpot_ms(report: Report) -> float:

@@ -227,9 +227,8 @@ class _Simulation:
             try:
                 step = self._managed.begin(StepMetadata(handles=handles, query_lens=lens, row_kinds=kinds))
             except CapacityError:
-                if len(self._planner.running) == 1:
+                if not self._planner.make_boundary_room(plan):
                     raise
-                self._planner.drop_last(plan)
                 continue
             self._managed.verify(step)
             rows = [device.window(*window) for window in zip(plan.windows, plan.query_lens, strict=True)]
@@ -434,6 +433,9 @@ def _check_setup(setup: Setup) -> None:
     wanted = settings.block_size if settings.keeps_boundaries else None
     if config.block_size != wanted:
         raise SpecStateError(f"block_size = {config.block_size} of the config must be {wanted}, as the settings want")
-    if settings.keeps_boundaries and config.num_checkpoints < 2:
-        raise SpecStateError("num_checkpoints = 1 leaves no slot for a boundary checkpoint: 2 at least")
+    if settings.keeps_boundaries and config.num_checkpoints < 3:
+        raise SpecStateError(
+            f"num_checkpoints = {config.num_checkpoints} is less than 3: one each for a request, its "
+            "prefix and its boundary checkpoint"
+        )
     setup.acceptance.mean_acceptance_length(setup.drafts.max_drafts)  # raises where it has no rate for a draft

@@ -28,8 +28,8 @@ def setups(draw: st.DrawFn) -> Setup:
         policy=draw(st.sampled_from(["snapshots", "eager", "deferred", "ring"])),
         window=window,
         slots=slots,
-        # A request that keeps a boundary needs two.
-        checkpoints=draw(st.integers(max(2, slots - 1), slots + 6)),
+        # A request that keeps a boundary needs three.
+        checkpoints=draw(st.integers(max(3, slots - 1), slots + 6)),
         acceptance=GeometricAcceptance(rate=draw(st.sampled_from([0.0, 0.3, 0.7, 1.0])), seed=draw(st.integers(0, 9))),
         drafts=draw(st.sampled_from([FixedDrafts(max_drafts=most), AdaptiveDrafts(max_drafts=most)])),
         token_budget=draw(st.integers(window, 60)),

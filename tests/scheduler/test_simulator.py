@@ -238,6 +238,16 @@ def test_a_request_that_was_retracted_resumes_when_it_is_alone() -> None:
     assert outcome.tally.finished == 2
 
 
+def test_three_checkpoint_slots_are_enough_for_anything() -> None:
+    setup = make_setup(
+        slots=3, checkpoints=3, window=2, preemption="retract", prefix_cache=True, block_size=4, cache_outputs=True,
+        prefill="rows",
+    )  # fmt: skip
+    tally = serve(setup, conversations(40, block=4, inputs=(5, 20), outputs=(5, 25), chains=2)).tally
+    assert tally.finished == 40
+    assert tally.retracted > 0
+
+
 def test_the_oldest_request_is_never_preempted() -> None:
     watched = Watched()
     requests = [request(f"r{i}", 1.0 * i, input_len=20, output_len=100) for i in range(8)]
@@ -351,7 +361,10 @@ def test_arrivals_that_go_backwards_are_refused() -> None:
     [
         ({"drafts": FixedDrafts(max_drafts=4)}, "max_drafts = 4 needs windows of 5"),
         ({"token_budget": 3}, "token_budget = 3 is less than one window"),
-        ({"slots": 1, "prefix_cache": True, "cache_outputs": True}, "num_checkpoints = 1 leaves no slot"),
+        (
+            {"slots": 1, "checkpoints": 2, "prefix_cache": True, "cache_outputs": True},
+            "num_checkpoints = 2 is less than 3",
+        ),
         ({"acceptance": RateAcceptance(rates=(0.5,))}, "num_drafts = 3 exceeds the 1 positions"),
         ({"cache_outputs": True}, "cache_outputs = True needs prefix_cache = True"),
         ({"async_depth": 3}, "async_depth"),
