@@ -16,11 +16,13 @@ from specstate.metadata import Handle, StepMetadata
 from specstate.prefixes import PrefixKey
 from specstate.replay import replay_config
 from specstate.replay.checks import Checks
+from specstate.replay.inputs import token_inputs
 from specstate.replay.model import Expected, Life, Model
 from specstate.replay.steps import OpenStep, Verifier
 from specstate.scheduler.managed import Managed
 from specstate.step import Step
 from specstate.trace import TraceRecorder
+from specstate.validation import DTYPES
 
 
 class WithoutReads(TraceRecorder):
@@ -79,7 +81,7 @@ class Executing(Managed):
 
     def load(self, handle: Handle, committed_len: int) -> None:
         life = self._lives[handle]
-        life.layers = self._model.loaded(life, committed_len)
+        life.layers = [self._prefilled(life, layer, committed_len) for layer in range(self._config.num_layers)]
         for layer, expected in enumerate(life.layers):
             recurrent, conv = self.manager.checkpoints(layer)
             recurrent[life.checkpoint_slot] = expected.state.recurrent.to(self._device, recurrent.dtype)
@@ -199,6 +201,16 @@ class Executing(Managed):
         life.layers = self._states(opened, row, count)
         life.stand_at(after, self._config.record_capacity)
         return crosses
+
+    def _prefilled(self, life: Life, layer: int, stop: int) -> Expected:
+        """What a prefill kernel writes that goes on from where the request stands, restored prefixes included."""
+        positions, expected = range(life.committed_len, stop), life.layers[layer]
+        inputs = token_inputs(self._config, [life.key] * len(positions), positions, [0] * len(positions), layer)
+        for index in range(len(positions)):
+            expected = self._model.token(layer, expected, inputs, index).after
+        state = expected.state
+        stored = state._replace(recurrent=state.recurrent.to(DTYPES[self._config.checkpoint_dtype]).double())
+        return expected._replace(state=stored, noise=0.0)  # the manager is given this very state
 
     def _states(self, opened: OpenStep, row: int, count: int) -> list[Expected]:
         return [opened.prefixes[layer][row][count] for layer in range(self._config.num_layers)]
