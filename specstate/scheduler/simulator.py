@@ -137,16 +137,12 @@ class _Simulation:
     # -- time passes
 
     def _idle(self) -> bool:
-        """Nothing runs: on to what happens next; whether there is something."""
-        moments = [] if self._arrivals.next_ms is None else [self._arrivals.next_ms]
-        if self._planner.waiting or self._planner.running:
-            if not (self._cancels or moments):
-                names = [session.name for session in self._planner.waiting]
-                raise SpecStateError(f"requests {names[:4]} wait, nothing runs, and there is no room for the first")
-            moments += [cancel[0] for cancel in self._cancels[:1]]
-        if not moments:
+        """Nobody is there: on to the next arrival; whether there is one."""
+        waiting, running = self._planner.waiting, self._planner.running
+        assert not waiting and not running, f"{len(waiting)} requests wait, {len(running)} run, and nothing is planned"
+        if self._arrivals.next_ms is None:
             return False
-        self._clock_ms = max(self._clock_ms, min(moments))
+        self._clock_ms = max(self._clock_ms, self._arrivals.next_ms)
         return True
 
     def _arrive(self) -> None:

@@ -1,5 +1,6 @@
 """``specstate simulate`` from the outside: its object, its table, its files, and what it refuses."""
 
+import io
 import json
 import sys
 from itertools import pairwise
@@ -191,6 +192,28 @@ def test_a_timeline_has_every_step_and_request(capsys: pytest.CaptureFixture[str
             tracks.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
     for spans in tracks.values():  # slices of a track lie beside each other
         assert all(left[1] <= right[0] + 0.01 for left, right in pairwise(sorted(spans)))
+
+
+class Terminal(io.StringIO):
+    """A stderr that somebody watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("bar", [True, False])
+def test_progress_is_shown_to_who_watches(
+    capsys: pytest.CaptureFixture[str], trace: str, monkeypatch: pytest.MonkeyPatch, bar: bool
+) -> None:
+    if bar:
+        pytest.importorskip("tqdm")
+    else:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    simulated(capsys, "--trace", trace, *SMALL)
+    assert "ring, T = 4: " in shown.getvalue()
+    assert shown.getvalue().splitlines()[-1].strip("\r \x1b[K") == ""  # and wiped out at the end
 
 
 # -- costs

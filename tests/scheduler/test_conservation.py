@@ -60,7 +60,7 @@ def workloads(draw: st.DrawFn, block: int = 8) -> list[TracedRequest]:
     return requests
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(setups(), st.data())
 def test_every_run_ends_and_its_counts_add_up(setup: Setup, data: st.DataObject) -> None:
     requests = data.draw(workloads(setup.settings.block_size))

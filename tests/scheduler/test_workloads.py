@@ -134,6 +134,16 @@ def test_lengths_are_scaled_up_to_whole_tokens(tmp_path: Path) -> None:
     )
 
 
+def test_blocks_are_scaled_with_lengths_so_that_what_is_shared_stays(tmp_path: Path) -> None:
+    small = read(tmp_path, MOONCAKE, length_factor=1 / 64, scale_blocks=True)
+    assert [(request.input_len, request.block_size) for request in small] == [(17, 8), (16, 8), (1, 8)]
+    assert [request.prefix_hashes for request in small] == [(0, 1, 2), (0, 1), (0,)]
+    for factor in (0.1, 1e-3, 1 / 1024):
+        assert f"line 1: a block of 512 tokens times length_factor = {factor} is no whole number" in refusal(
+            tmp_path, MOONCAKE, length_factor=factor, scale_blocks=True
+        )
+
+
 def test_arrivals_are_scaled(tmp_path: Path) -> None:
     assert [request.arrival_ms for request in read(tmp_path, MOONCAKE, rate_factor=2.0)] == [0.0, 0.0, 1750.25]
     late = MOONCAKE.replace("6500.5", "1e12")
