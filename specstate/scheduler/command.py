@@ -39,7 +39,8 @@ from specstate.scheduler.progress import Progress
 from specstate.scheduler.readers import RequestReader
 from specstate.scheduler.report import Report
 from specstate.scheduler.settings import EngineSettings, Policy
-from specstate.scheduler.simulator import Outcome, Setup, simulate
+from specstate.scheduler.setup import Setup
+from specstate.scheduler.simulator import Outcome, simulate
 from specstate.scheduler.sweep import sweep_json, sweep_text
 from specstate.scheduler.synthetic import SyntheticWorkload
 from specstate.scheduler.tally import ConservationError

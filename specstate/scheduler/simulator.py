@@ -8,26 +8,21 @@ been launched and ended on the device in stream order; only the host is late. Cl
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from math import log
 from typing import Protocol
 
-from specstate.config import StateConfig
-from specstate.errors import CapacityError, SpecStateError
+from specstate.errors import CapacityError
 from specstate.metadata import Handle, RowKind, StepMetadata
 from specstate.metrics import Metrics
-from specstate.scheduler.acceptance import AcceptanceModel, uniform
-from specstate.scheduler.calibration import Calibration
-from specstate.scheduler.cost import CostLine
+from specstate.scheduler.clients import Clients
 from specstate.scheduler.device import Device, Launched, Row
-from specstate.scheduler.drafts import DraftPolicy, FixedDrafts
+from specstate.scheduler.drafts import FixedDrafts
 from specstate.scheduler.managed import Managed
 from specstate.scheduler.meter import Meter, Sample
 from specstate.scheduler.planner import Plan, Planner
 from specstate.scheduler.session import Phase, Session
-from specstate.scheduler.settings import EngineSettings, Policy
+from specstate.scheduler.setup import Setup
 from specstate.scheduler.tally import ConservationError, Tally, check_conservation
 from specstate.scheduler.workloads import SHOWN_FAULTS, TracedRequest
 from specstate.step import Step
@@ -44,21 +39,6 @@ class Timeline(Protocol):
 
     def request(self, session: Session, outcome: str) -> None:
         """A request has ended: finished, cancelled or refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What is simulated."""
-
-    config: StateConfig
-    """Of the manager: slots, windows, and the policy by which records are folded."""
-    policy: Policy
-    """By which steps are priced: the config's, or "snapshots"."""
-    settings: EngineSettings
-    acceptance: AcceptanceModel
-    drafts: DraftPolicy
-    cost: CostLine
-    calibration: Calibration
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +65,8 @@ def simulate(
 
     managed: the manager of ``setup.config``, with or without payloads: both give the same events. progress: called
     every so often with the counts and the simulated milliseconds. Raises SpecStateError when a request arrives before
-    the one above it and when the setup does not go together, ConservationError when the counts do not add up at the
-    end; whatever the manager raises, for its refusals are faults here; and in executing mode Differs.
+    the one above it, ConservationError when the counts do not add up at the end, whatever the manager raises, for its
+    refusals are faults here, and in executing mode Differs.
     """
     return _Simulation(setup, requests, managed, timeline, progress).run()
 
@@ -100,7 +80,6 @@ class _Simulation:
         timeline: Timeline | None,
         progress: Callable[[Tally, float], None] | None,
     ) -> None:
-        _check_setup(setup)
         settings = setup.settings
         self._setup, self._settings, self._managed = setup, settings, managed
         self._timeline, self._progress = timeline, progress
@@ -110,11 +89,9 @@ class _Simulation:
         self._device = Device(
             setup.config, settings, setup.policy, setup.acceptance, setup.cost, setup.calibration, self._tally
         )
-        self._arrivals = _Arrivals(requests)
-        self._names: set[str] = set()
-        self._cancels: list[tuple[float, int, Session]] = []
+        self._clients = Clients(requests, settings, setup.drafts)
         self._launched: deque[Launched] = deque()
-        self._clock_ms = self._device_free_ms = self._held_since_ms = 0.0
+        self._clock_ms = self._device_free_ms = 0.0
         self._adapts = not isinstance(setup.drafts, FixedDrafts)
         self._refusals: list[str] = []
 
@@ -140,45 +117,28 @@ class _Simulation:
         """Nobody is there: on to the next arrival; whether there is one."""
         waiting, running = self._planner.waiting, self._planner.running
         assert not waiting and not running, f"{len(waiting)} requests wait, {len(running)} run, and nothing is planned"
-        if self._arrivals.next_ms is None:
+        if self._clients.next_ms is None:
             return False
-        self._clock_ms = max(self._clock_ms, self._arrivals.next_ms)
+        self._clock_ms = max(self._clock_ms, self._clients.next_ms)
         return True
 
     def _arrive(self) -> None:
-        for request in self._arrivals.until(self._clock_ms):
+        for session in self._clients.arrived(self._clock_ms):
             self._tally.arrived += 1
-            self._tally.input_tokens += request.input_len
-            session = self._session(request)
-            if (reason := self._planner.fits(session)) is not None:
-                self._tally.refused += 1
-                if len(self._refusals) < SHOWN_FAULTS:
-                    self._refusals.append(f"request {request.request_id!r}: {reason}")
-                self._end_of(session, "refused")
+            self._tally.input_tokens += session.request.input_len
+            reason = self._planner.fits(session)
+            if reason is None:
+                self._planner.waiting.append(session)
                 continue
-            self._planner.waiting.append(session)
-            patience_ms = self._patience_ms(session)
-            if patience_ms is not None:
-                heappush(self._cancels, (request.arrival_ms + patience_ms, self._tally.arrived, session))
-
-    def _session(self, request: TracedRequest) -> Session:
-        name, seed = request.request_id, self._settings.seed
-        if name in self._names:  # ids of a file need not differ, those of a manager must
-            name = f"{name} (request {self._tally.arrived})"
-        self._names.add(name)
-        by_length = self._settings.length_share > 0 and uniform(seed, f"{name}/end", 0) < self._settings.length_share
-        return Session(name, request, by_length, self._setup.drafts.start(), since_ms=request.arrival_ms)
-
-    def _patience_ms(self, session: Session) -> float | None:
-        settings = self._settings
-        if not settings.cancel_share or uniform(settings.seed, f"{session.name}/cancel", 0) >= settings.cancel_share:
-            return None
-        return -settings.cancel_mean_ms * log(1.0 - uniform(settings.seed, f"{session.name}/cancel", 1))
+            session.phase = Phase.ENDED
+            self._tally.refused += 1
+            if len(self._refusals) < SHOWN_FAULTS:
+                self._refusals.append(f"request {session.request.request_id!r}: {reason}")
+            self._end_of(session, "refused")
 
     def _cancel_until(self, ms: float) -> None:
         """Clients that have gone away by then."""
-        while self._cancels and self._cancels[0][0] <= ms:
-            at_ms, _, session = heappop(self._cancels)
+        for at_ms, session in self._clients.gone(ms):
             if session.phase is not Phase.ENDED:
                 self._planner.now_ms = max(at_ms, self._planner.now_ms)
                 self._planner.end(session)
@@ -389,49 +349,3 @@ def _row_kinds(num_windows: int, num_prompts: int) -> tuple[RowKind, ...]:
     decode: RowKind = "decode"
     prompt: RowKind = "prompt"
     return (decode,) * num_windows + (prompt,) * num_prompts
-
-
-class _Arrivals:
-    """Requests, one looked at ahead."""
-
-    def __init__(self, requests: Iterable[TracedRequest]) -> None:
-        self._requests = iter(requests)
-        self._next = next(self._requests, None)
-
-    @property
-    def next_ms(self) -> float | None:
-        return None if self._next is None else self._next.arrival_ms
-
-    def until(self, ms: float) -> Iterator[TracedRequest]:
-        """Those that have come by then."""
-        while self._next is not None and self._next.arrival_ms <= ms:
-            request = self._next
-            yield request
-            self._next = next(self._requests, None)
-            if self._next is not None and self._next.arrival_ms < request.arrival_ms:
-                raise SpecStateError(
-                    f"request {self._next.request_id!r} arrives at {self._next.arrival_ms} ms, before request "
-                    f"{request.request_id!r} above it, at {request.arrival_ms} ms"
-                )
-
-
-def _check_setup(setup: Setup) -> None:
-    config, settings = setup.config, setup.settings
-    if setup.drafts.max_drafts >= config.max_query_len:
-        raise SpecStateError(
-            f"max_drafts = {setup.drafts.max_drafts} needs windows of {setup.drafts.max_drafts + 1}: "
-            f"max_query_len = {config.max_query_len}"
-        )
-    if settings.token_budget < config.max_query_len:
-        raise SpecStateError(
-            f"token_budget = {settings.token_budget} is less than one window of max_query_len = {config.max_query_len}"
-        )
-    wanted = settings.block_size if settings.keeps_boundaries else None
-    if config.block_size != wanted:
-        raise SpecStateError(f"block_size = {config.block_size} of the config must be {wanted}, as the settings want")
-    if settings.keeps_boundaries and config.num_checkpoints < 3:
-        raise SpecStateError(
-            f"num_checkpoints = {config.num_checkpoints} is less than 3: one each for a request, its "
-            "prefix and its boundary checkpoint"
-        )
-    setup.acceptance.mean_acceptance_length(setup.drafts.max_drafts)  # raises where it has no rate for a draft

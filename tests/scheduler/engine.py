@@ -15,7 +15,8 @@ from specstate.scheduler.managed import Managed
 from specstate.scheduler.planner import Plan
 from specstate.scheduler.session import Session
 from specstate.scheduler.settings import EngineSettings
-from specstate.scheduler.simulator import Outcome, Setup, simulate
+from specstate.scheduler.setup import Setup
+from specstate.scheduler.simulator import Outcome, simulate
 from specstate.scheduler.workloads import TracedRequest
 
 SPEC = KDALayerSpec(num_heads=2, head_k_dim=16, head_v_dim=16, conv_kernel_size=4)

@@ -10,7 +10,8 @@ from specstate.replay import replay_file
 from specstate.scheduler.acceptance import GeometricAcceptance
 from specstate.scheduler.drafts import AdaptiveDrafts, FixedDrafts
 from specstate.scheduler.managed import Managed
-from specstate.scheduler.simulator import Setup, simulate
+from specstate.scheduler.setup import Setup
+from specstate.scheduler.simulator import simulate
 from specstate.scheduler.workloads import TracedRequest
 from tests.scheduler.engine import make_setup, serve
 

@@ -13,7 +13,8 @@ from specstate.replay import replay_file
 from specstate.replay.checks import Differs
 from specstate.scheduler.executing import Executing, WithoutReads
 from specstate.scheduler.managed import Managed
-from specstate.scheduler.simulator import Outcome, Setup, simulate
+from specstate.scheduler.setup import Setup
+from specstate.scheduler.simulator import Outcome, simulate
 from specstate.scheduler.tally import ConservationError
 from specstate.scheduler.workloads import TracedRequest
 from tests.scheduler.engine import conversations, make_setup

@@ -12,7 +12,8 @@ from specstate.scheduler.acceptance import GeometricAcceptance, RateAcceptance, 
 from specstate.scheduler.calibration import UNCALIBRATED_BYTES_PER_S
 from specstate.scheduler.drafts import AdaptiveDrafts, FixedDrafts
 from specstate.scheduler.managed import Managed
-from specstate.scheduler.simulator import Setup, simulate
+from specstate.scheduler.setup import Setup
+from specstate.scheduler.simulator import simulate
 from specstate.scheduler.synthetic import Lengths, LogNormal, SyntheticWorkload
 from specstate.scheduler.tally import ConservationError, Tally, check_conservation
 from specstate.scheduler.workloads import TracedRequest
@@ -372,14 +373,13 @@ def test_arrivals_that_go_backwards_are_refused() -> None:
 )
 def test_a_setup_that_does_not_go_together_is_refused(fields: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        serve(make_setup(**fields), [])
+        make_setup(**fields)
 
 
 def test_the_block_size_of_config_and_settings_must_agree() -> None:
     setup = make_setup(prefix_cache=True, cache_outputs=True, block_size=8, checkpoints=8)
-    other = dataclasses.replace(setup, config=setup.config.model_copy(update={"block_size": None}))
     with pytest.raises(SpecStateError, match="block_size = None of the config must be 8"):
-        serve(other, [])
+        dataclasses.replace(setup, config=setup.config.model_copy(update={"block_size": None}))
 
 
 # -- the same again
