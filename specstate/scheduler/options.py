@@ -14,6 +14,15 @@ _SETTINGS = EngineSettings()
 
 def add_options(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
     """The options of ``specstate simulate``. count: parses a whole number of 1 or more."""
+    _add_requests(parser, count)
+    _add_deployment(parser, count)
+    _add_drafts(parser)
+    _add_engine(parser, count)
+    _add_cost(parser)
+    _add_output(parser, count)
+
+
+def _add_requests(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
     work = parser.add_argument_group("requests")
     work.add_argument("--trace", metavar="FILE", help="Mooncake JSONL, Azure or BurstGPT CSV, or JSONL of our own")
     work.add_argument(
@@ -32,6 +41,8 @@ def add_options(parser: argparse.ArgumentParser, count: Callable[[str], int]) ->
         "--arrival-cv", type=float, default=1.0, metavar="X", help="of --synthetic: above 1 in bursts (default: 1)"
     )
 
+
+def _add_deployment(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
     model = parser.add_argument_group("deployment")
     model.add_argument("--preset", metavar="NAME", help=f"a published model: {', '.join(PRESETS)}")
     model.add_argument("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
@@ -54,6 +65,8 @@ def add_options(parser: argparse.ArgumentParser, count: Callable[[str], int]) ->
         "--prefix-share", type=float, default=0.25, metavar="X", help="of the memory, for prefixes (default: 0.25)"
     )
 
+
+def _add_drafts(parser: argparse.ArgumentParser) -> None:
     drafts = parser.add_argument_group("drafts")
     drafts.add_argument(
         "--rates", metavar="R,R,..", help="chance of each draft, given those before it; the last one holds on"
@@ -63,6 +76,8 @@ def add_options(parser: argparse.ArgumentParser, count: Callable[[str], int]) ->
     drafts.add_argument("--measured", metavar="FILE", help="the output of specstate demo --json")
     drafts.add_argument("--adaptive", action="store_true", help="as many drafts as the last windows made worthwhile")
 
+
+def _add_engine(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
     engine = parser.add_argument_group("engine")
     for name, kind, text in (
         ("token_budget", count, "tokens of a step"),
@@ -78,16 +93,10 @@ def add_options(parser: argparse.ArgumentParser, count: Callable[[str], int]) ->
         ("slo_tpot_ms", float, "time per output token that counts as good"),
         ("seed", int, "of all that is drawn"),
     ):
-        default = getattr(_SETTINGS, name)
-        note = (
-            ""
-            if default is None
-            else f" (default: {default:g})"
-            if isinstance(default, float)
-            else f" (default: {default})"
-        )
         option = f"--{name.replace('_', '-')}"
-        engine.add_argument(option, type=kind, metavar="N" if kind is not float else "X", help=text + note)
+        engine.add_argument(
+            option, type=kind, metavar="N" if kind is not float else "X", help=text + _default_note(name)
+        )
     engine.add_argument(
         "--prefill",
         choices=("kernel", "rows"),
@@ -98,6 +107,8 @@ def add_options(parser: argparse.ArgumentParser, count: Callable[[str], int]) ->
     engine.add_argument("--no-prefix-cache", action="store_true", help="every prompt is prefilled whole")
     engine.add_argument("--cache-outputs", action="store_true", help="publish decoded blocks, too")
 
+
+def _add_cost(parser: argparse.ArgumentParser) -> None:
     cost = parser.add_argument_group("cost")
     cost.add_argument(
         "--bench", dest="bench_file", metavar="FILE", help="results of specstate bench gpu --json (default: an H200's)"
@@ -107,6 +118,8 @@ def add_options(parser: argparse.ArgumentParser, count: Callable[[str], int]) ->
         "--check-calibration", action="store_true", help="predict each result of --bench from the others, and end"
     )
 
+
+def _add_output(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
     out = parser.add_argument_group("output")
     out.add_argument("--sweep", metavar="WHAT", help="policy, max_query_len or both: compare choices in one table")
     out.add_argument(
@@ -127,3 +140,10 @@ def add_options(parser: argparse.ArgumentParser, count: Callable[[str], int]) ->
         "--execute", choices=("reference", "triton"), help="run a small shape for real, every state against the oracle"
     )
     out.add_argument("--debug", action="store_true", help="the manager checks every rule at every step")
+
+
+def _default_note(name: str) -> str:
+    default = getattr(_SETTINGS, name)
+    if default is None:
+        return ""
+    return f" (default: {f'{default:g}' if isinstance(default, float) else default})"

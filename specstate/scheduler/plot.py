@@ -144,6 +144,6 @@ def _median_tpot_ms(report: Report) -> float:
 
 def _dress(axis: Any, report: Report, label: str) -> None:
     axis.set_ylabel(label)
-    axis.set_xlim(0, report.seconds)
+    axis.set_xlim(0, report.seconds or 1.0)
     axis.grid(axis="y", alpha=0.25)
     axis.spines["top"].set_visible(False)

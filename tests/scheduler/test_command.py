@@ -350,6 +350,14 @@ def test_what_cannot_be_meant_is_refused_in_one_line(
     assert what in refusal(capsys, *argv)
 
 
+def test_a_run_in_which_nobody_is_served(capsys: pytest.CaptureFixture[str], trace: str) -> None:
+    report, _ = simulated(capsys, "--trace", trace, *K3, "--max-context", "2")
+    assert (report["refused"], report["throughput_tokens_per_s"]) == (20, 0.0)
+    assert report["ttft_ms"] == {"p50": None, "p90": None, "p99": None}
+    assert main(["simulate", "--trace", trace, *K3, "--max-context", "2"]) == 0
+    assert "time to first token    none" in capsys.readouterr().out
+
+
 def test_requests_longer_than_any_capacity_are_counted_and_explained(
     capsys: pytest.CaptureFixture[str], trace: str
 ) -> None:
