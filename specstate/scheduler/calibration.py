@@ -79,6 +79,10 @@ class Calibration:
         """False: bytes over a bandwidth, nothing else."""
         return bool(self._curves)
 
+    def knows(self, policy: Policy) -> bool:
+        """Whether it was measured; bytes alone stand for every policy."""
+        return not self._curves or any(name == policy for name, _ in self._curves)
+
     def state_ms(self, policy: Policy, config: StateConfig, traffic: Traffic, work: Work) -> float:
         """Of one step. Raises SpecStateError when nothing was measured under the policy."""
         if work.rows <= 0:
@@ -282,25 +286,28 @@ class Held(NamedTuple):
 
 
 def leave_one_out(report: BenchReport) -> tuple[Held, ...]:
-    """Each result against a calibration without its shape. Shapes whose policy nothing else shows are left out."""
+    """Each result against a calibration without its shape. Results whose policy nothing else shows are left out."""
     found: list[Held] = []
-    for result in report.results:
-        shape = result.shape
+    for shape in dict.fromkeys(result.shape for result in report.results):
         others = tuple(other for other in report.results if other.shape != shape)
-        config = shape_config(shape, result.policy, result.record_capacity)
-        cases: list[tuple[Policy, float]] = [(result.policy, result.mean_ms)]
-        if result.s0_ms is not None:
-            cases.append(("snapshots", result.s0_ms))
-        for policy, measured_ms in cases:
-            known = policy == "snapshots" and any(other.s0_ms is not None for other in others)
-            if not known and not any(other.policy == policy for other in others):
-                continue
+        if others:
             rest = calibration(report.model_copy(update={"results": others}), "the rest")
-            predicted_ms = predicted_state_ms(config, shape.rows, rest, policy)
-            held = Held(shape.name, policy, shape.rows, shape.max_query_len, measured_ms, predicted_ms)
-            if policy != "snapshots" or all(h.shape != held.shape or h.policy != policy for h in found):
-                found.append(held)
+            found += predicted([result for result in report.results if result.shape == shape], rest)
     return tuple(found)
+
+
+def predicted(results: Iterable[BenchResult], measured: Calibration) -> tuple[Held, ...]:
+    """Results beside what ``measured``, which need not know them, says of them; S0 once a shape."""
+    found: dict[tuple[ShapeFigures, Policy], Held] = {}
+    for result in results:
+        shape, config = result.shape, shape_config(result.shape, result.policy, result.record_capacity)
+        timed: dict[Policy, float | None] = {"snapshots": result.s0_ms, result.policy: result.mean_ms}
+        for policy, ms in timed.items():
+            if ms is not None and measured.knows(policy):
+                predicted_ms = predicted_state_ms(config, shape.rows, measured, policy)
+                held = Held(shape.name, policy, shape.rows, shape.max_query_len, ms, predicted_ms)
+                found.setdefault((shape, policy), held)
+    return tuple(found.values())
 
 
 def held_table(points: Sequence[Held]) -> str:

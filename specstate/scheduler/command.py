@@ -27,7 +27,7 @@ from specstate.scheduler.acceptance import (
     measured_rates,
     read_counts,
 )
-from specstate.scheduler.calibration import held_table, leave_one_out, load_calibration
+from specstate.scheduler.calibration import held_table, leave_one_out, load_calibration, predicted
 from specstate.scheduler.capacity import Deployment, Slots, divide
 from specstate.scheduler.chrome import ChromeTrace
 from specstate.scheduler.cost import load_cost, preset_cost
@@ -50,7 +50,7 @@ from specstate.trace import TraceRecorder
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; its exit code: 1 when the oracle or the counts disagree."""
-    if options.check_calibration:
+    if options.check_calibration is not None:
         return _check_calibration(options)
     choices = _choices(options)
     _check_outputs(options, len(choices))
@@ -284,6 +284,8 @@ def _check_calibration(options: argparse.Namespace) -> int:
     if options.bench_file is None:
         raise SpecStateError("--check-calibration needs results to check: --bench FILE")
     points = leave_one_out(load_results(options.bench_file))
+    if options.check_calibration:
+        points = predicted(load_results(options.check_calibration).results, load_calibration(options.bench_file))
     if options.json:
         rows: list[dict[str, Any]] = [{**point._asdict(), "error": point.error} for point in points]
         print(json.dumps({"points": rows}))

@@ -43,10 +43,13 @@ class Launched:
     """A step on its way, its counts not yet read."""
 
     index: int
+    """Number of the step, from 0; a step of prefill kernels alone has one too, though the manager sees no step."""
     start_ms: float
     end_ms: float
     rows: list[Row]
+    """Those whose end has run: of requests that were cancelled before it there is none."""
     state_ms: float
+    """Of it, state management."""
     tokens: int
     """Of windows and prompts."""
 

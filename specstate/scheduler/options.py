@@ -115,7 +115,11 @@ def _add_cost(parser: argparse.ArgumentParser) -> None:
     )
     cost.add_argument("--cost", metavar="FILE", help="the rest of the model (default: derived for the preset)")
     cost.add_argument(
-        "--check-calibration", action="store_true", help="predict each result of --bench from the others, and end"
+        "--check-calibration",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="predict the results in FILE from those of --bench; without FILE each of --bench from the others",
     )
 
 

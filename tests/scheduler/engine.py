@@ -1,7 +1,7 @@
 """Small engines for the simulator's tests."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,7 +109,3 @@ class Watched:
     def request(self, session: Session, outcome: str) -> None:
         self.ends.append((session.name, outcome, session.last_token_ms))
         self.sessions[session.name] = session
-
-
-def total(values: Sequence[float]) -> float:
-    return float(sum(values))

@@ -237,6 +237,10 @@ def test_the_calibration_can_be_checked(capsys: pytest.CaptureFixture[str], tmp_
     points = simulated(capsys, "--check-calibration", "--bench", str(path))[0]["points"]
     assert {point["policy"] for point in points} == {"snapshots", "eager", "deferred", "ring"}
     assert "--bench FILE" in refusal(capsys, "--check-calibration")
+    other = tmp_path / "other.json"
+    other.write_text(made_report(noise=(1.1,)).model_dump_json())
+    points = simulated(capsys, "--bench", str(path), "--check-calibration", str(other))[0]["points"]
+    assert all(point["error"] == pytest.approx(1 / 1.1 - 1, abs=0.01) for point in points)
 
 
 def test_a_cost_file_takes_the_place_of_the_presets(

@@ -10,8 +10,10 @@ from specstate import SpecStateError
 from specstate.bench.floor import step_bytes
 from specstate.scheduler.acceptance import GeometricAcceptance, RateAcceptance, ReplayedAcceptance
 from specstate.scheduler.calibration import UNCALIBRATED_BYTES_PER_S
+from specstate.scheduler.device import Launched
 from specstate.scheduler.drafts import AdaptiveDrafts, FixedDrafts
 from specstate.scheduler.managed import Managed
+from specstate.scheduler.planner import Plan
 from specstate.scheduler.setup import Setup
 from specstate.scheduler.simulator import simulate
 from specstate.scheduler.synthetic import Lengths, LogNormal, SyntheticWorkload
@@ -225,6 +227,19 @@ def test_a_short_kv_cache_preempts_and_everybody_finishes(preemption: str, prefi
     assert outcome.metrics.preemptions == tally.retracted
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_runs_never_exceeds_the_kv_cache(depth: int) -> None:
+    used: list[int] = []
+
+    class Counts(Watched):
+        def step(self, launched: Launched, plan: Plan) -> None:
+            used.append(sum(s.committed_len for s in plan.windows) + sum(piece.stop for piece in plan.pieces))
+
+    setup = make_setup(slots=6, kv_tokens=200, async_depth=depth, acceptance=GeometricAcceptance(rate=1.0))
+    serve(setup, [request(f"r{i}", input_len=20, output_len=100) for i in range(8)], Counts())
+    assert 150 < max(used) <= 200
+
+
 def test_boundary_checkpoints_that_find_no_slot_preempt_the_last_request() -> None:
     setup = make_setup(slots=4, checkpoints=5, prefix_cache=True, cache_outputs=True, block_size=8)
     outcome = serve(setup, [request(f"r{i}", input_len=20, output_len=60) for i in range(4)])
@@ -300,6 +315,19 @@ def test_a_recomputed_request_starts_from_what_it_had_put_out() -> None:
     setup = make_setup(slots=6, checkpoints=24, kv_tokens=200, prefix_cache=True, cache_outputs=True, block_size=8)
     tally = serve(setup, [request(f"r{i}", input_len=20, output_len=100) for i in range(8)]).tally
     assert tally.recomputed > 0 and tally.hits > 0
+
+
+def test_a_host_that_is_late_misses_boundaries_that_windows_may_have_passed() -> None:
+    published = []
+    for depth in (0, 1, 2):
+        setup = make_setup(
+            async_depth=depth, prefix_cache=True, cache_outputs=True, block_size=4, checkpoints=40,
+            acceptance=ReplayedAcceptance(counts=(4,)),
+        )  # fmt: skip
+        published.append(serve(setup, [request("a", input_len=4, output_len=41)]).tally.published)
+    # Every window of 4 reaches a boundary. The host of depth 0 publishes each; a late one cannot tell where the
+    # windows in flight have led.
+    assert published == [10, 0, 0]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
