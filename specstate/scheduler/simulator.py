@@ -159,7 +159,9 @@ class _Simulation:
             # The host ends the step itself, once it has the logits; who has gone away by then is in it no more.
             self._cancel_until(end_ms)
         if step is not None:
-            counts, finished = [row.accepted for row in rows], [row.ends for row in rows]
+            # Of a row whose request was released meanwhile nothing is read, and backends record what they please.
+            counts = [row.accepted if row.session.handle is row.life else 0 for row in rows]
+            finished = [row.ends and row.session.handle is row.life for row in rows]
             self._managed.defer(step, counts, finished if any(finished) else None)
         launched = Launched(self._tally.steps, start_ms, end_ms, [], state_ms, sum(row.query_len for row in rows))
         for row in rows:

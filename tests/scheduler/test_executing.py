@@ -33,7 +33,7 @@ def busy_setup(policy: str, **settings: Any) -> Setup:
         "kv_tokens": 110,
         "async_depth": 1,
         "length_share": 0.3,
-        "cancel_share": 0.2,
+        "cancel_share": 0.5,
         "cancel_mean_ms": 600.0,
     }
     return make_setup(policy=policy, **fields | settings)
@@ -64,15 +64,20 @@ def traced(setup: Setup, requests: list[TracedRequest], executing: bool) -> tupl
         ("deferred", {"prefill": "rows", "preemption": "retract", "async_depth": 2, "cache_outputs": True}),
         ("ring", {"prefill": "rows", "cache_outputs": True}),
         ("ring", {"prefill": "kernel", "preemption": "retract", "async_depth": 2}),
-        ("deferred", {"prefill": "kernel", "async_depth": 0, "cache_outputs": True}),
+        (
+            "deferred",
+            {"prefill": "kernel", "async_depth": 0, "cache_outputs": True, "cancel_mean_ms": 200.0, "seed": 2},
+        ),
     ],
 )
 def test_twenty_requests_agree_with_the_oracle_and_with_metadata_mode(policy: str, settings: dict[str, Any]) -> None:
     setup = busy_setup(policy, **settings)
+    depth = setup.settings.async_depth
     outcome, events, checked = traced(setup, twenty(), executing=True)
     tally = outcome.tally
     assert min(tally.finished, tally.preemptions, tally.hits) > 0
     assert checked["states"] > 300
+    assert (checked["dropped_ends"] > 0, checked["wasted_windows"] > 0) == (not depth, depth > 0)
     bare, bare_events, nothing = traced(setup, twenty(), executing=False)
     assert nothing == {}
     assert events == bare_events
