@@ -18,7 +18,7 @@ class Setup:
     config: StateConfig
     """Of the manager: slots, windows, and the policy by which records are folded."""
     policy: Policy
-    """By which steps are priced: the config's, or "snapshots"."""
+    """By which steps are priced: the config's, or "snapshots", whose lifecycle is run under "eager"."""
     settings: EngineSettings
     acceptance: AcceptanceModel
     drafts: DraftPolicy
@@ -32,6 +32,9 @@ class Setup:
                 f"max_drafts = {self.drafts.max_drafts} needs windows of {self.drafts.max_drafts + 1}: "
                 f"max_query_len = {config.max_query_len}"
             )
+        run_as = "eager" if self.policy == "snapshots" else self.policy
+        if config.fold_policy != run_as:
+            raise SpecStateError(f"fold_policy = {config.fold_policy!r} of the config must be {run_as!r}")
         if settings.token_budget < config.max_query_len:
             raise SpecStateError(
                 f"token_budget = {settings.token_budget} is less than one window of max_query_len = "

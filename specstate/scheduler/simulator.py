@@ -159,7 +159,7 @@ class _Simulation:
             # The host ends the step itself, once it has the logits; who has gone away by then is in it no more.
             self._cancel_until(end_ms)
         if step is not None:
-            # Of a row whose request was released meanwhile nothing is read, and backends record what they please.
+            # Nothing reads the count of a request that was released meanwhile: 0, which is what a trace then holds.
             counts = [row.accepted if row.session.handle is row.life else 0 for row in rows]
             finished = [row.ends and row.session.handle is row.life for row in rows]
             self._managed.defer(step, counts, finished if any(finished) else None)

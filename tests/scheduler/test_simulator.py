@@ -404,6 +404,12 @@ def test_a_setup_that_does_not_go_together_is_refused(fields: dict[str, Any], wh
         make_setup(**fields)
 
 
+def test_the_policies_of_config_and_setup_must_agree() -> None:
+    for policy in ("snapshots", "eager", "deferred"):
+        with pytest.raises(SpecStateError, match=r"fold_policy = 'ring' of the config must be '(eager|deferred)'"):
+            dataclasses.replace(make_setup(), policy=policy)
+
+
 def test_the_block_size_of_config_and_settings_must_agree() -> None:
     setup = make_setup(prefix_cache=True, cache_outputs=True, block_size=8, checkpoints=8)
     with pytest.raises(SpecStateError, match="block_size = None of the config must be 8"):
