@@ -74,6 +74,12 @@ def test_json_has_the_contracts_keys_and_says_what_it_used(capsys: pytest.Captur
     assert 0 < report["state_management_share"] < 1
     assert report["max_requests"] == 4 < report["requests_that_fit"]
     assert report["cost"]["source"].startswith("derived for 8 ranks")
+    tokens = report["tokens"]
+    useful = tokens["accepted"] - tokens["cut"] - tokens["late"]
+    assert report["wasted_verify_share"] == pytest.approx(1 - useful / tokens["verified"])
+    assert report["output_tokens"] == tokens["prefills"] + useful
+    alone, _ = simulated(capsys, "--trace", trace, *SMALL, "--limit", "1")
+    assert alone["mean_batch"] == 1.0
 
 
 def test_the_table_says_the_same(capsys: pytest.CaptureFixture[str], trace: str) -> None:

@@ -135,6 +135,14 @@ def test_a_state_that_is_written_behind_the_managers_back_is_found() -> None:
         simulate(setup, twenty(), Careless(setup.config, 3))
 
 
+def test_a_counter_that_is_off_is_found() -> None:
+    setup = busy_setup("ring")
+    executing = Executing(setup.config, 3)
+    executing._checks.wasted_windows += 1
+    with pytest.raises(Differs, match="counter wasted_windows is 0, wanted 1"):
+        simulate(setup, twenty(), executing)
+
+
 def test_a_recorder_with_reads_is_refused() -> None:
     recorder: Any = TraceRecorder(io.StringIO())
     with pytest.raises(SpecStateError, match="give a WithoutReads"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specstate import SpecStateError
-from specstate.bench.floor import step_bytes
+from specstate.bench.floor import Rings, step_bytes
 from specstate.scheduler.acceptance import GeometricAcceptance, RateAcceptance, ReplayedAcceptance
 from specstate.scheduler.calibration import UNCALIBRATED_BYTES_PER_S
 from specstate.scheduler.device import Launched
@@ -19,7 +19,7 @@ from specstate.scheduler.simulator import simulate
 from specstate.scheduler.synthetic import Lengths, LogNormal, SyntheticWorkload
 from specstate.scheduler.tally import ConservationError, Tally, check_conservation
 from specstate.scheduler.workloads import TracedRequest
-from tests.scheduler.engine import COST, RATES, Watched, conversations, make_setup, request, serve
+from tests.scheduler.engine import COST, RATES, SPEC, Watched, conversations, make_setup, request, serve
 
 POLICIES = ["eager", "deferred", "ring"]
 
@@ -116,7 +116,7 @@ def test_shorter_windows_of_an_adaptive_drafter_are_no_full_ones() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("policy", ["eager", "snapshots"])
+@pytest.mark.parametrize("policy", ["snapshots", *POLICIES])
 def test_latency_at_low_load_is_that_of_one_request_alone(policy: str, depth: int) -> None:
     setup = make_setup(policy=policy, async_depth=depth, window=4, acceptance=GeometricAcceptance(rate=0.6, seed=3))
     requests = [request(f"r{i}", 1e6 * i, 150, 40) for i in range(20)]
@@ -124,23 +124,25 @@ def test_latency_at_low_load_is_that_of_one_request_alone(policy: str, depth: in
     # 150 tokens under a budget of 64 are three steps.
     ttft_ms = 3 * COST.step_ms + 1e3 * 150 / COST.prefill_tokens_per_s
     assert list(outcome.meter.ttft_ms) == pytest.approx([ttft_ms] * 20)
-    assert list(outcome.meter.tpot_ms) == pytest.approx([_alone_ms(setup, each) / 39 for each in requests])
+    # So exactly that a fold too many or too few would show.
+    assert list(outcome.meter.tpot_ms) == pytest.approx([_alone_ms(setup, each) / 39 for each in requests], rel=1e-9)
 
 
 def _alone_ms(setup: Setup, each: TracedRequest) -> float:
     """From the first token to the last, with a whole device to itself."""
     config, ms, known, number, context = setup.config, 0.0, 1, 0, each.input_len
+    rings = Rings(config, 1)
     while known < each.output_len:
         count = setup.acceptance.num_accepted(each.request_id, number, config.max_query_len - 1)
         count = min(count, each.output_len - known + 1)
-        if setup.policy == "eager":
-            size = sum(step_bytes(config, [0], [count]).values())
-        else:  # T states written, one read; the conv's window and history with them
+        if setup.policy == "snapshots":  # T states written, one read; the conv's window and history with them
             spec = config.layer
             state, channel = 2 * 16 * 16 * 4, 2 * spec.conv_channels
             token = 2 * (spec.conv_channels + 2 * 16 + 2 + 2 * 16)
             parameters = 4 * (2 + 2 * 16 + spec.conv_channels * 4)
             size = config.num_layers * (state + 3 * channel + 4 * (state + channel + token) + parameters)
+        else:
+            size = sum(step_bytes(config, *rings.step([count])).values())
         ms += COST.step_ms + 4 * COST.ms_per_token + context * COST.ms_per_context_token
         ms += 1e3 * size / UNCALIBRATED_BYTES_PER_S
         context, known, number = context + count, known + count, number + 1
@@ -300,6 +302,24 @@ def test_a_prefix_is_found_again_and_spares_its_prefill() -> None:
     assert tally.hits == 1
     assert tally.restored_tokens == 24
     assert tally.prefilled_tokens == 24 + 24 + (40 - 24) + 24
+
+
+@pytest.mark.parametrize("prefill", ["kernel", "rows"])
+def test_copies_of_checkpoints_take_their_time(prefill: str) -> None:
+    hashes = tuple(range(6))
+    requests = [request(f"r{i}", 1e5 * i, 43, 9, prefix_hashes=hashes, block_size=8) for i in range(3)]
+    outcomes = []
+    for rate in (1e9, 1e6):
+        cost = COST.model_copy(update={"copy_bytes_per_s": rate})
+        setup = make_setup(prefix_cache=True, block_size=8, checkpoints=9, cost=cost, prefill=prefill)
+        outcomes.append(serve(setup, requests))
+    tally = outcomes[0].tally
+    assert tally.hits == 2
+    # What a step has kept at a boundary is handed over; a kernel's state is copied, and so is what is restored.
+    copies = tally.hits + (tally.published if prefill == "kernel" else 0)
+    size = 3 * (2 * 16 * 16 * 4 + 3 * 2 * SPEC.conv_channels)
+    slower_ms = outcomes[1].meter.busy_ms - outcomes[0].meter.busy_ms
+    assert slower_ms == pytest.approx(1e3 * copies * size * (1e-6 - 1e-9))
 
 
 def test_blocks_of_another_size_share_nothing() -> None:
