@@ -1,4 +1,5 @@
-"""What a caller's torch happens to be set to must not change a state: gradients, autocast, reduced float32 products."""
+"""What a caller's torch happens to be set to must not change a state: gradients, autocast, reduced float32 products, or
+another current GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,10 @@ def shielded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[A
     @wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         kind = self.device.type
+        if kind == "cuda" and torch.cuda.current_device() != self.device.index:
+            # Kernels are launched on the current device.
+            with torch.cuda.device(self.device):
+                return call(self, *args, **kwargs)
         is_plain = not torch.is_autocast_enabled(kind) and (
             kind not in _PRODUCTS or _PRODUCTS[kind].fp32_precision in _WHOLE
         )

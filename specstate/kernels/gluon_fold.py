@@ -168,6 +168,8 @@ def fold_kernel(
             boundary_slot = gl.load(p_row + PLAN_BOUNDARY_SLOT)
             boundary_count = gl.load(p_row + PLAN_BOUNDARY_COUNT)
             destination = gl.where(count > 0, gl.load(p_row + PLAN_DESTINATION), 0)
+            # Of a row whose two slots are one, both are the same state: it is written once.
+            boundary_slot = gl.where(boundary_slot == destination, 0, boundary_slot)
             # What is written over the source comes last.
             is_boundary = boundary_slot != source
             for _ in range(2):

@@ -38,6 +38,9 @@ _GLUON_DTYPES = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.f
 #: Bytes of a vector load, and what addresses and strides of the window must be multiples of.
 VECTOR_BYTES = 16
 
+#: From token to token: offsets within a window of 16 are int32.
+MOST_TOKEN_BYTES = 2**27
+
 
 class FixedArguments(NamedTuple):
     """A layer's share of a verify's arguments: what does not change from step to step."""
@@ -50,8 +53,8 @@ class FixedArguments(NamedTuple):
 class WindowLayout(NamedTuple):
     """Strides and dtypes of a window, as the kernel takes them; strides of 16 bytes, of beta in elements."""
 
-    steps_in_vectors: bool
-    """From token to token, qkv, gate and outputs step by multiples of 16 bytes."""
+    is_covered: bool
+    """From token to token, qkv, gate and outputs step by multiples of 16 bytes, below MOST_TOKEN_BYTES."""
     qkv_stride: int
     gate_stride: int
     gate_dtype: torch.dtype
@@ -147,7 +150,7 @@ class HopperKernels(PortableKernels):
         steps = [tensor.stride(0) * tensor.element_size() for tensor in (qkv, raw_gate, out)]
         vectors = [step // VECTOR_BYTES for step in steps]
         return WindowLayout(
-            steps_in_vectors=all(step % VECTOR_BYTES == 0 for step in steps),
+            is_covered=all(step % VECTOR_BYTES == 0 and step < MOST_TOKEN_BYTES for step in steps),
             qkv_stride=vectors[0],
             gate_stride=vectors[1],
             gate_dtype=raw_gate.dtype,
@@ -173,7 +176,7 @@ class HopperKernels(PortableKernels):
             layout = self.layout(qkv, raw_gate, raw_beta, out)
         addresses = qkv.data_ptr(), raw_gate.data_ptr(), raw_beta.data_ptr(), out.data_ptr()
         starts_in_vectors = (addresses[0] | addresses[1] | addresses[3]) % VECTOR_BYTES == 0
-        if not (layout.steps_in_vectors and starts_in_vectors):
+        if not (layout.is_covered and starts_in_vectors):
             self._last = None
             super().verify(step, layer, qkv, raw_gate, raw_beta, out)
             return

@@ -21,7 +21,8 @@ def early_chunks(config: StateConfig, tile: VerifyTile) -> int:
     chunks = config.layer.head_k_dim * DTYPES[config.checkpoint_dtype].itemsize // CHUNK_BYTES
     if chunks < 4 or tile.block_v < 128:
         return chunks
-    return 3 if config.folds_in_verify else 2
+    # More than 32 records to fold leave no room for a third.
+    return 3 if config.folds_in_verify and fold_capacity(config) <= 32 else 2
 
 
 def fold_capacity(config: StateConfig) -> int:

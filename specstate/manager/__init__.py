@@ -43,7 +43,8 @@ class StateManager(Lives, Publishing, Files, Stepping, Looking):
 
         Raises StepOrderError while a step is open or a record may be pending (it would be folded with another gate):
         ``fence("flush")`` first; and once a graph was captured, which holds the tensors it was captured with. Raises
-        SpecStateError when they do not fit the config, or on backend "metadata".
+        SpecStateError when they do not fit the config, or on backend "metadata". Parameters of other dtypes, or with
+        another choice of biases, want a ``warmup`` before the next capture.
         """
         if not isinstance(self._backend, TensorBackend):
             raise SpecStateError("set_params needs payloads, which backend 'metadata' does not hold")
@@ -77,8 +78,9 @@ class StateManager(Lives, Publishing, Files, Stepping, Looking):
 
         storage: as the constructor takes it; None after a release for the manager's own. For living requests slot i of
         the new views must hold what slot i held: the caller has moved it, behind a fence that left nothing pending.
-        Raises StepOrderError while a step is open or a record may be pending, and once a graph was captured,
-        SpecStateError for unfit views, CapacityError when the memory is not there; nothing is changed then.
+        Views of other strides want a ``warmup`` before the next capture. Raises StepOrderError while a step is open or
+        a record may be pending, and once a graph was captured, SpecStateError for unfit views, CapacityError when the
+        memory is not there; nothing is changed then.
         """
         if not self._is_released:
             self._refuse_pending("bind_storage")

@@ -124,6 +124,15 @@ def test_a_boundary_in_the_source_itself(counts: tuple[int, int], taps: int | No
     fold(rig, plan, {(rig.slot(row), -1) for row in (0, 1) if not boundary})
 
 
+@pytest.mark.parametrize("taps", [None, 4])
+def test_one_slot_for_source_destination_and_boundary(taps: int | None, path: str, device: str) -> None:
+    """A window that ends on a boundary behind which a block table has no block: folded once."""
+    config = small_config(path=path, conv_kernel_size=taps, record_capacity=16, num_layers=2, num_heads=2)
+    rig = Rig(config, [Row(3, 9), Row(12, 9)], device)
+    plan = [[rig.slot(row), rig.slot(row), row + 1, 3 + 9 * row, 9, rig.slot(row), 9] for row in (0, 1)]
+    fold(rig, plan)
+
+
 def test_boundary_alone(path: str, device: str) -> None:
     """Count 0 with a boundary: the boundary is written, the destination is left alone; boundary count 0 is a copy."""
     config = small_config(path=path, conv_kernel_size=4, num_layers=2)

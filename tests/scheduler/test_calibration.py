@@ -73,6 +73,7 @@ def made_result(figures: ShapeFigures, policy: str, noise: float = 1.0, s0: bool
         **step,
         shape=figures,
         policy=policy,
+        path="portable",
         record_capacity=config.record_capacity,
         kernel_ms={},
         without_conv=StepFigures(**step),

@@ -575,6 +575,27 @@ def block_tables(path: Path, policy: str) -> None:
     s.close()
 
 
+def last_blocks(path: Path, policy: str) -> None:
+    """Class 6: windows that end on a boundary behind which the table has no block, or none yet.
+
+    Source, destination and boundary are one slot then: a fold that takes them one after another folds twice.
+    """
+    s = Script(path, toy(policy, block_size=5, num_checkpoints=8))
+    s.admit("a", "b")
+    s.tables = {"a": s.manager.reserve_checkpoints(1), "b": s.manager.reserve_checkpoints(1)}
+    s.window([("a", 4), ("b", 4)], [3, 4], **s.blocks("a", "b"))
+    s.window([("a", 4), ("b", 4)], [2, 1], **s.blocks("a", "b"))  # exactly on 5, the end of the only block
+    s.manager.digest()
+    s.tables["a"] += [0, 0]
+    s.tables["b"] += [*s.manager.reserve_checkpoints(1), 0]
+    s.window([("a", 4), ("b", 4)], [4, 3], **s.blocks("a", "b"))
+    s.window([("a", 4), ("b", 4)], [1, 2], **s.blocks("a", "b"))  # exactly on 10: no block there yet, and none behind
+    s.manager.digest()
+    s.window([("a", 4), ("b", 4)], [4, 3], **s.blocks("a", "b"))
+    s.manager.fence("flush")
+    s.close()
+
+
 def loads_in_place(path: Path, policy: str) -> None:
     """Class 6: a prefill that writes the running checkpoint where a block table moved it, and one that is copied."""
     s = Script(path, toy(policy, block_size=4, num_checkpoints=12), backend="reference")
@@ -875,6 +896,7 @@ TRACES: dict[str, tuple[Callable[[Path, str], None], tuple[str, ...]]] = {
     "class06_end_tokens": (end_tokens, POLICIES),
     "class06_boundaries": (boundaries, POLICIES),
     "class06_block_tables": (block_tables, POLICIES),
+    "class06_last_blocks": (last_blocks, POLICIES),
     "class06_loads_in_place": (loads_in_place, POLICIES),
     "class07_publication": (publication, POLICIES),
     "class07_eviction": (eviction, POLICIES),
