@@ -118,18 +118,19 @@ class Workload:
     def verify_us(self, steps: int) -> list[float]:
         """Microseconds that the host takes for each ``verify`` of ``steps`` steps of set 0 without a graph.
 
-        The device is waited for between steps alone, so that its queue is never full. Before ``capture``, and after
-        a step by hand, which compiles.
+        Gradients are off, as in decode loops. The device is waited for between steps alone, so that its queue is
+        never full. Before ``capture``, and after a step by hand, which compiles.
         """
         self.counts.fill_(1)
         times = []
         for _ in range(steps):
             self.machine.wait()
             step = self.manager.begin_step(self._metadata[0], pad_to=(self.rows, self.tokens))
-            for layer, (inputs, out) in enumerate(zip(self.inputs, self.outputs, strict=True)):
-                start = perf_counter_ns()
-                step.verify(layer, *inputs, out=out)
-                times.append((perf_counter_ns() - start) / 1e3)
+            with torch.no_grad():
+                for layer, (inputs, out) in enumerate(zip(self.inputs, self.outputs, strict=True)):
+                    start = perf_counter_ns()
+                    step.verify(layer, *inputs, out=out)
+                    times.append((perf_counter_ns() - start) / 1e3)
             step.defer(self.counts)
             self.note(0, [1] * self.rows)
         return times

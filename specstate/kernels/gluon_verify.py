@@ -357,13 +357,19 @@ def add_state32(product, low, s_state, s_f, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def bfloat16_head(x):
+    """The first 8 bits of x in bfloat16, and the rest in float32. By integers: conversions are slow."""
+    bits = x.to(gl.int32, bitcast=True)
+    head = (bits >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return head, x - (bits & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def add_state16(product, low, s_state, s_f, COLUMNS: gl.constexpr):
-    """The same for 32 channels of a bfloat16 state, which is exact: F alone is split, into three."""
-    f = s_f.load(gl.DotOperandLayout(1, PRODUCT, 2))
-    f1 = f.to(gl.bfloat16)
-    f = f - f1.to(gl.float32)
-    f2 = f.to(gl.bfloat16)
-    f3 = (f - f2.to(gl.float32)).to(gl.bfloat16)
+    """The same for 32 channels of a bfloat16 state, which is exact: F alone is split, into three, without loss."""
+    f1, rest = bfloat16_head(s_f.load(gl.DotOperandLayout(1, PRODUCT, 2)))
+    f2, rest = bfloat16_head(rest)
+    f3, _ = bfloat16_head(rest)
     state = s_state.load(gl.DotOperandLayout(0, PRODUCT, 2))
     low = mma_v2(state, f3, low)
     low = mma_v2(state, f2, low)
