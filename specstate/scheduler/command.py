@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from specstate.bench.results import load_results
+from specstate.bench.results import h200_results, load_results
 from specstate.bench.workload import CONDITIONAL_RATES
 from specstate.config import StateConfig
 from specstate.errors import CapacityError, SpecStateError, shown
@@ -281,9 +281,7 @@ def _check_outputs(options: argparse.Namespace, num_choices: int) -> None:
 
 
 def _check_calibration(options: argparse.Namespace) -> int:
-    if options.bench_file is None:
-        raise SpecStateError("--check-calibration needs results to check: --bench FILE")
-    points = leave_one_out(load_results(options.bench_file))
+    points = leave_one_out(h200_results() if options.bench_file is None else load_results(options.bench_file))
     if options.check_calibration:
         points = predicted(load_results(options.check_calibration).results, load_calibration(options.bench_file))
     if options.json:
