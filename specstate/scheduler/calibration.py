@@ -153,10 +153,11 @@ def calibration(report: BenchReport, name: str) -> Calibration:
 
 def _curves(windows: dict[int, list[tuple[float, float]]]) -> dict[int, Curve]:
     """One for each window length: its own points where there are enough, else the best known curve, scaled to them."""
-    best = max(windows, key=lambda window: (len(windows[window]), window))
+    sizes = {window: len({size for size, _ in points}) for window, points in windows.items()}  # S0's come once a policy
+    best = max(windows, key=lambda window: (sizes[window], window))
     reference, curves = Curve(windows[best]), {}
     for window, points in windows.items():
-        if window == best or len(points) >= ENOUGH_POINTS:
+        if window == best or sizes[window] >= ENOUGH_POINTS:
             curves[window] = Curve(points)
         else:
             ratios = [ms / reference.ms(size) for size, ms in points]
