@@ -272,6 +272,7 @@ class _Simulation:
         """The host reads the oldest step that it has not read."""
         launched = self._launched.popleft()
         end_ms = launched.end_ms
+        self._cancel_until(end_ms)  # before its tokens came
         self._clock_ms = max(self._clock_ms, end_ms)
         self._planner.now_ms = end_ms
         for row in launched.rows:

@@ -10,10 +10,12 @@ from specstate import SpecStateError
 from specstate.bench.floor import Rings, step_bytes
 from specstate.scheduler.acceptance import GeometricAcceptance, RateAcceptance, ReplayedAcceptance
 from specstate.scheduler.calibration import UNCALIBRATED_BYTES_PER_S
+from specstate.scheduler.clients import Clients
 from specstate.scheduler.device import Launched
 from specstate.scheduler.drafts import AdaptiveDrafts, FixedDrafts
 from specstate.scheduler.managed import Managed
 from specstate.scheduler.planner import Plan
+from specstate.scheduler.session import Session
 from specstate.scheduler.setup import Setup
 from specstate.scheduler.simulator import simulate
 from specstate.scheduler.synthetic import Lengths, LogNormal, SyntheticWorkload
@@ -380,6 +382,23 @@ def test_clients_go_away_while_they_wait_and_while_they_are_served(depth: int) -
     assert phases >= {"waiting", "decode"}
     assert (outcome.tally.dropped_windows > 0) == (depth == 0)
     assert outcome.metrics.late_ends_dropped == outcome.tally.dropped_windows
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_nobody_is_served_who_has_gone_away(depth: int) -> None:
+    setup = make_setup(cancel_share=1.0, cancel_mean_ms=40.0, async_depth=depth)
+    requests = [request(f"r{i}", 200.0 * i, output_len=4) for i in range(40)]
+    gone_ms = {session.name: ms for ms, session in _gone(setup, requests)}
+    watched = Watched()
+    serve(setup, requests, watched)
+    assert {end for _, end, _ in watched.ends} == {"finished", "cancelled"}
+    assert all(last_ms < gone_ms[name] for name, _, last_ms in watched.ends)
+
+
+def _gone(setup: Setup, requests: list[TracedRequest]) -> list[tuple[float, Session]]:
+    clients = Clients(requests, setup.settings, setup.drafts)
+    assert len(list(clients.arrived(1e9))) == len(requests)
+    return list(clients.gone(1e9))
 
 
 def test_retracted_requests_can_be_cancelled() -> None:
