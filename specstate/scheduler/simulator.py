@@ -284,6 +284,7 @@ class _Simulation:
         if session.phase is Phase.ENDED:
             # Cancelled, or at an end that the device knew nothing of.
             tally.late_tokens += given if row.is_prompt else row.accepted
+            tally.late_prefills += given if row.is_prompt else 0
             return
         if not row.is_prompt:
             tally.cut_tokens += row.accepted - given

@@ -38,6 +38,8 @@ class Tally:
     """Accepted in the window in which a request ended, beyond its end."""
     late_tokens: int = 0
     """Accepted, or given by a prefill, after a request had ended or was cancelled, before the host knew of it."""
+    late_prefills: int = 0
+    """Of these, given by a prefill."""
     wasted_windows: int = 0
     """Verified after the end token: nothing was accepted."""
     dropped_windows: int = 0
@@ -68,7 +70,7 @@ class Tally:
     @property
     def committed_tokens(self) -> int:
         """Of windows, that were of use to somebody."""
-        return self.accepted - self.cut_tokens - self.late_tokens
+        return self.accepted - self.cut_tokens - (self.late_tokens - self.late_prefills)
 
 
 def check_conservation(tally: Tally, metrics: Metrics) -> None:

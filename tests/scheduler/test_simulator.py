@@ -195,6 +195,15 @@ def test_windows_behind_an_end_by_length_accept_tokens_that_nobody_gets(depth: i
     assert outcome.tally.wasted_windows == 0
 
 
+def test_tokens_of_prompts_are_no_part_of_the_verify_work() -> None:
+    setup = make_setup(async_depth=2, cancel_share=1.0, cancel_mean_ms=15.0, acceptance=GeometricAcceptance(rate=0.0))
+    tally = serve(setup, [request(f"r{i}", 100.0 * i, output_len=3) for i in range(40)]).tally
+    assert tally.late_prefills > 0
+    # Every window accepts its first token: of use, or late.
+    assert tally.committed_tokens == tally.output_tokens - (tally.prefills - tally.late_prefills)
+    assert 0 <= tally.committed_tokens <= tally.accepted
+
+
 def test_an_end_token_inside_an_accepted_run_cuts_its_count() -> None:
     acceptance = ReplayedAcceptance(counts=(4,))
     outcome = serve(make_setup(async_depth=0, acceptance=acceptance), [request("a", output_len=7)])
