@@ -35,7 +35,7 @@ class Row(NamedTuple):
     is_wasted: bool
     """It had met its end token before."""
     is_full: bool
-    """A window of max_query_len, and all that was accepted counts."""
+    """A window of max_query_len, which no end could have cut."""
 
 
 @dataclass(slots=True)
@@ -84,17 +84,16 @@ class Device:
         count = self._acceptance.num_accepted(session.name, session.num_windows, query_len - 1)
         session.num_windows += 1
         left = session.request.output_len - session.num_emitted
-        full = query_len == self._config.max_query_len
+        # Where the end could have cut it, only short counts would be whole: such windows are left out, cut or not.
+        full = query_len == self._config.max_query_len and (left >= query_len or left <= 0)
         if left > count or left <= 0:  # goes on; or it had ended, which the device does not know
             return Row(session, session.handle, query_len, count, count if left > 0 else 0, False, False, False, full)
         if session.ends_by_length:
-            whole = full and left == count
-            return Row(session, session.handle, query_len, count, left, False, False, False, whole)
+            return Row(session, session.handle, query_len, count, left, False, False, False, full)
         # The end token is the left-th that comes out. Behind an accepted draft the count is cut: the first token of the
         # window and the drafts up to the end token.
         cut = min(count, left + 1)
-        whole = full and cut == count
-        return Row(session, session.handle, query_len, cut, left, True, False, False, whole)
+        return Row(session, session.handle, query_len, cut, left, True, False, False, full)
 
     def prompt_row(self, session: Session, query_len: int, is_last: bool) -> Row:
         """A piece of a prompt that runs through verify; the last one samples a token."""

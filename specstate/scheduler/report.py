@@ -58,7 +58,7 @@ class Report:
 
     @property
     def full_window_acceptance(self) -> float | None:
-        """Accepted tokens of a full, uncut window; None without one."""
+        """Accepted tokens of a full window that no end could have cut; None without one."""
         tally = self.outcome.tally
         return tally.full_accepted / tally.full_windows if tally.full_windows else None
 

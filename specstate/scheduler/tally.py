@@ -47,7 +47,7 @@ class Tally:
     verified_tokens: int = 0
     """Of all windows, rejected drafts included."""
     full_windows: int = 0
-    """Of max_query_len tokens, and not cut."""
+    """Of max_query_len tokens, and so far from the end that it could not cut them."""
     full_accepted: int = 0
     folds: int = 0
     """By verify or by the end of a step, boundaries left out."""

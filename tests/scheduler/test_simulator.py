@@ -107,6 +107,15 @@ def test_acceptance_over_full_uncut_windows_is_that_of_the_closed_form(window: i
     )
 
 
+@pytest.mark.parametrize("length_share", [0.0, 1.0])
+def test_short_answers_do_not_bend_the_acceptance_over_full_windows(length_share: float) -> None:
+    acceptance = GeometricAcceptance(rate=0.8, seed=5)
+    setup = make_setup(window=8, slots=8, token_budget=512, acceptance=acceptance, length_share=length_share)
+    tally = serve(setup, [request(f"r{i}", output_len=24) for i in range(3000)]).tally
+    assert tally.full_windows > 9_000
+    assert tally.full_accepted / tally.full_windows == pytest.approx(acceptance.mean_acceptance_length(7), rel=0.01)
+
+
 def test_shorter_windows_of_an_adaptive_drafter_are_no_full_ones() -> None:
     setup = make_setup(window=4, acceptance=GeometricAcceptance(rate=0.05), drafts=AdaptiveDrafts(max_drafts=3))
     outcome = serve(setup, [request("a", output_len=400)])
