@@ -27,7 +27,7 @@ from specstate.scheduler.acceptance import (
     measured_rates,
     read_counts,
 )
-from specstate.scheduler.calibration import held_table, leave_one_out, load_calibration, predicted
+from specstate.scheduler.calibration import Calibration, held_table, leave_one_out, load_calibration, predicted
 from specstate.scheduler.capacity import Deployment, Slots, divide
 from specstate.scheduler.chrome import ChromeTrace
 from specstate.scheduler.cost import load_cost, preset_cost
@@ -54,10 +54,14 @@ def run(options: argparse.Namespace) -> int:
         return _check_calibration(options)
     choices = _choices(options)
     _check_outputs(options, len(choices))
+    settings, measured = choice_settings(options), load_calibration(options.bench_file)
     reports, failed = [], []
     for number, choice in enumerate(choices, 1):
+        if len(choices) > 1 and not measured.knows(choice.policy):  # snapshots, where fla-core was not there
+            failed.append(f"{choice.policy}, windows of {choice.max_query_len}: no result in {measured.source}")
+            continue
         try:
-            slots = divide(choice, choice_settings(options))
+            slots = divide(choice, settings)
         except (CapacityError, ValidationError) as error:
             if len(choices) == 1:
                 raise
@@ -68,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
             f" ({number}/{len(choices)})" if len(choices) > 1 else ""
         )
         try:
-            reports.append(_simulate(options, choice, slots, name))
+            reports.append(_simulate(options, settings, choice, slots, measured, name))
         except (Differs, ConservationError) as error:
             print(f"specstate simulate: {' '.join(str(error).split())}", file=sys.stderr)
             return 1
@@ -103,8 +107,15 @@ def choice_settings(options: argparse.Namespace) -> EngineSettings:
 # -- one run
 
 
-def _simulate(options: argparse.Namespace, choice: Deployment, slots: Slots, name: str) -> Report:
-    settings, config = choice_settings(options), slots.config
+def _simulate(
+    options: argparse.Namespace,
+    settings: EngineSettings,
+    choice: Deployment,
+    slots: Slots,
+    measured: Calibration,
+    name: str,
+) -> Report:
+    config = slots.config
     setup = Setup(
         config=config,
         policy=choice.policy,
@@ -112,7 +123,7 @@ def _simulate(options: argparse.Namespace, choice: Deployment, slots: Slots, nam
         acceptance=_acceptance(options, config.max_query_len, settings.seed),
         drafts=_drafts(options, config.max_query_len),
         cost=preset_cost(choice.model.name, choice.tp) if options.cost is None else load_cost(options.cost),
-        calibration=load_calibration(options.bench_file),
+        calibration=measured,
     )
     with ExitStack() as stack:
         if options.execute is not None:

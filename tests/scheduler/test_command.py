@@ -235,6 +235,19 @@ def test_results_of_bench_calibrate(capsys: pytest.CaptureFixture[str], trace: s
     assert report["state_management_share"] != bare["state_management_share"]
 
 
+def test_a_sweep_leaves_out_what_was_not_measured(
+    capsys: pytest.CaptureFixture[str], trace: str, tmp_path: Path
+) -> None:
+    path, report = tmp_path / "gpu.json", made_report()
+    without = tuple(each.model_copy(update={"s0_ms": None}) for each in report.results)  # no fla-core there
+    path.write_text(report.model_copy(update={"results": without}).model_dump_json())
+    swept, _ = simulated(capsys, "--trace", trace, *K3, "--bench", str(path), "--sweep", "policy")
+    assert [each["policy"] for each in swept["choices"]] == ["eager", "deferred", "ring"]
+    assert swept["not_possible"] == [f"snapshots, windows of 8: no result in {path} (a GPU that was made up, 2026)"]
+    argv = ("--trace", trace, *K3, "--bench", str(path), "--policy", "snapshots")
+    assert "has no result for policy snapshots" in refusal(capsys, *argv)
+
+
 def test_the_calibration_can_be_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     path.write_text(made_report().model_dump_json())
