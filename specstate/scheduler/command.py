@@ -35,6 +35,7 @@ from specstate.scheduler.drafts import AdaptiveDrafts, DraftPolicy, FixedDrafts
 from specstate.scheduler.executing import Executing, WithoutReads
 from specstate.scheduler.managed import Managed
 from specstate.scheduler.options import SWEPT
+from specstate.scheduler.plot import check_plot, plot
 from specstate.scheduler.progress import Progress
 from specstate.scheduler.readers import RequestReader
 from specstate.scheduler.report import Report
@@ -54,6 +55,8 @@ def run(options: argparse.Namespace) -> int:
         return _check_calibration(options)
     choices = _choices(options)
     _check_outputs(options, len(choices))
+    if options.plot is not None:
+        check_plot(options.plot)
     settings, measured = choice_settings(options), load_calibration(options.bench_file)
     reports, failed = [], []
     for number, choice in enumerate(choices, 1):
@@ -79,8 +82,6 @@ def run(options: argparse.Namespace) -> int:
     if not reports:
         raise CapacityError(failed[0])
     if options.plot is not None:
-        from specstate.scheduler.plot import plot
-
         plot(reports, options.plot)
     if options.sweep is None:
         print(json.dumps(reports[0].to_json()) if options.json else reports[0].to_text())

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from specstate.errors import SpecStateError
@@ -12,6 +13,22 @@ from specstate.scheduler.sweep import best
 _COLOURS = {"snapshots": "#8c8c8c", "eager": "#d1495b", "deferred": "#2e86ab", "ring": "#3a9d5d"}
 _WINDOWED_SHARE = 40
 """Moving averages go over this part of the run."""
+
+
+def check_plot(path: str | os.PathLike[str]) -> None:
+    """For before a long run: raises what ``plot`` would raise after it. Leaves no file behind."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise SpecStateError("--plot needs matplotlib: install the extra specstate[plot]") from None
+    target = Path(path)
+    was_there = target.exists()
+    try:
+        target.open("ab").close()
+        if not was_there:
+            target.unlink()
+    except OSError as error:
+        raise SpecStateError(f"{os.fspath(path)}: cannot be written: {error.strerror}") from None
 
 
 def plot(reports: Sequence[Report], path: str | os.PathLike[str]) -> None:

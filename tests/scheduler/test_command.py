@@ -181,6 +181,21 @@ def test_a_picture_without_matplotlib_is_refused(
     assert "install the extra specstate[plot]" in error
 
 
+@pytest.mark.parametrize("matplotlib", [True, False])
+def test_a_picture_that_cannot_be_is_refused_before_the_run(
+    capsys: pytest.CaptureFixture[str], trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, matplotlib: bool
+) -> None:
+    if matplotlib:
+        pytest.importorskip("matplotlib")
+    else:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("specstate.scheduler.command.simulate", lambda *args: pytest.fail("it ran"))
+    path = tmp_path / "missing" / "run.png" if matplotlib else tmp_path / "run.png"
+    error = refusal(capsys, "--trace", trace, *K3, "--plot", str(path))
+    assert (f"{path}: cannot be written: No such file" if matplotlib else "install the extra") in error
+    assert not list(tmp_path.glob("**/*.png"))
+
+
 def test_a_timeline_has_every_step_and_request(capsys: pytest.CaptureFixture[str], trace: str, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     report, _ = simulated(capsys, "--trace", trace, *SMALL, "--chrome-trace", str(path))
