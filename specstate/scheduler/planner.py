@@ -89,9 +89,9 @@ class Planner:
         session.handle = None
         self._turn(session, Phase.ENDED)
 
-    def decode(self, session: Session) -> None:
-        """Its prompt is in a step that has been launched."""
-        self._turn(session, Phase.DECODE)
+    def decode(self, session: Session, ms: float) -> None:
+        """Its prompt is in a step that has been launched and ends then."""
+        self._turn(session, Phase.DECODE, ms)
 
     # -- a step
 
@@ -277,6 +277,8 @@ class Planner:
         del self.running[session.name]
         self.waiting.appendleft(session)
 
-    def _turn(self, session: Session, phase: Phase) -> None:
-        session.spans.append((session.phase.value, session.since_ms, self.now_ms))
-        session.phase, session.since_ms = phase, self.now_ms
+    def _turn(self, session: Session, phase: Phase, ms: float | None = None) -> None:
+        # Not before its present phase began: a prompt's ends with its step, and the host may end a request before that.
+        at_ms = max(self.now_ms if ms is None else ms, session.since_ms)
+        session.spans.append((session.phase.value, session.since_ms, at_ms))
+        session.phase, session.since_ms = phase, at_ms

@@ -166,9 +166,11 @@ class _Simulation:
         launched = Launched(self._tally.steps, start_ms, end_ms, [], state_ms, sum(row.query_len for row in rows))
         for row in rows:
             self._end_row(launched, row)
-        if self._settings.prefill == "kernel":
-            for piece in plan.pieces:
+        for piece in plan.pieces:
+            if self._settings.prefill == "kernel":
                 self._run_piece(launched, piece.session, piece.start, piece.stop)
+            elif piece.is_last and piece.session.handle is not None:
+                self._planner.decode(piece.session, end_ms)
         self._account(launched, plan)
 
     def _begin(self, plan: Plan) -> tuple[Step | None, list[Row]]:
@@ -191,9 +193,6 @@ class _Simulation:
             self._managed.verify(step)
             rows = [device.window(*window) for window in zip(plan.windows, plan.query_lens, strict=True)]
             rows += [device.prompt_row(piece.session, piece.stop - piece.start, piece.is_last) for piece in pieces]
-            for piece in pieces:
-                if piece.is_last:
-                    self._planner.decode(piece.session)
             return step, rows
         return None, []
 
@@ -240,7 +239,7 @@ class _Simulation:
             row = self._device.prompt_row(session, stop - start, True)
             session.num_emitted += row.given
             self._tally.prefills += row.given
-            self._planner.decode(session)
+            self._planner.decode(session, launched.end_ms)
             session.num_unread += 1
             launched.rows.append(row)
 

@@ -402,6 +402,17 @@ def test_clients_go_away_while_they_wait_and_while_they_are_served(depth: int) -
     assert outcome.metrics.late_ends_dropped == outcome.tally.dropped_windows
 
 
+@pytest.mark.parametrize("prefill", ["kernel", "rows"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_prompt_is_prefilled_until_its_step_ends(depth: int, prefill: str) -> None:
+    watched = Watched()
+    serve(make_setup(window=4, async_depth=depth, prefill=prefill), [request("a", input_len=4)], watched)
+    first = watched.steps[0][0]
+    phases = {name: (begin_ms, end_ms) for name, begin_ms, end_ms in watched.sessions["a"].spans}
+    assert phases["prefill"] == (0.0, first.end_ms)
+    assert phases["decode"] == (first.end_ms, watched.sessions["a"].last_token_ms)
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_nobody_is_served_who_has_gone_away(depth: int) -> None:
     setup = make_setup(cancel_share=1.0, cancel_mean_ms=40.0, async_depth=depth)
