@@ -241,9 +241,13 @@ def _acceptance(options: argparse.Namespace, window: int, seed: int) -> Acceptan
 
 def _rates(text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(part) for part in text.split(","))
+        rates = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise SpecStateError(f"--rates = {shown(text)} must be numbers with commas between them") from None
+    for rate in rates:  # those beyond the window too, which no model would look at
+        if not 0.0 <= rate <= 1.0:
+            raise SpecStateError(f"--rates = {shown(text)}: {rate} is outside 0..1")
+    return rates
 
 
 def _drafts(options: argparse.Namespace, window: int) -> DraftPolicy:

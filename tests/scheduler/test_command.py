@@ -366,7 +366,10 @@ def test_times_that_go_backwards_and_columns_that_are_missing(
         ([*K3, "--synthetic", "3", "--async-depth", "3"], "async_depth = 3"),
         ([*K3, "--synthetic", "3", "--token-budget", "4"], "token_budget = 4 is less than one window"),
         ([*K3, "--synthetic", "3", "--rates", "0.5,x"], "--rates = '0.5,x' must be numbers"),
-        ([*K3, "--synthetic", "3", "--rates", "1.5"], "rates.0 = 1.5"),
+        ([*K3, "--synthetic", "3", "--rates", "1.5"], "--rates = '1.5': 1.5 is outside 0..1"),
+        ([*K3, "--synthetic", "3", "--rates", "0.9,7", "--max-query-len", "2"], "7.0 is outside 0..1"),
+        ([*K3, "--synthetic", "3", "--rates", "nan"], "nan is outside 0..1"),
+        ([*K3, "--synthetic", "3", "--sweep", "policy", "--seed", "-1"], "simulate: seed = -1"),
         (
             [*K3, "--synthetic", "3", "--rates", "0.5", "--geometric", "0.5"],
             "--rates and --geometric exclude each other",
