@@ -208,7 +208,7 @@ class _Work:
         """The requests, one at a time."""
         options = self.options
         if (options.trace is None) == (options.synthetic is None):
-            raise SpecStateError("requests are needed: --trace FILE, or --synthetic N")
+            raise SpecStateError("requests are needed: --trace FILE, or --synthetic N, and not both")
         if options.trace is None:
             yield SyntheticWorkload(
                 num_requests=options.synthetic,

@@ -12,6 +12,13 @@ HEADER = (
 )
 
 
+#: Choices whose requests within the SLO differ by less are alike: another seed moves them as far.
+ALIKE = 0.01
+
+#: With a smaller share of requests within the SLO, a deployment has more to do than it can.
+LEAST_ATTAINMENT = 0.5
+
+
 def best(reports: Sequence[Report]) -> int:
     """Index of the report with the most requests within the SLO, then throughput, then the least memory a request.
 
@@ -28,20 +35,32 @@ def best(reports: Sequence[Report]) -> int:
     )
 
 
+def alike(reports: Sequence[Report]) -> list[int]:
+    """Indices of the other choices that serve nearly as many requests within the SLO: what decided was chance."""
+    chosen = best(reports)
+    least = (1 - ALIKE) * reports[chosen].outcome.meter.good_requests
+    return [i for i, report in enumerate(reports) if i != chosen and report.outcome.meter.good_requests >= least]
+
+
 def sweep_json(reports: Sequence[Report], failed: Sequence[str]) -> dict[str, Any]:
     """One JSON object: the best choice's own, all choices, and why others could not be simulated."""
     chosen = reports[best(reports)]
     return {
         **chosen.to_json(),
-        "best": {"policy": chosen.policy, "max_query_len": chosen.max_query_len},
+        "best": _choice(chosen),
+        "alike": [_choice(reports[i]) for i in alike(reports)],
         "choices": [report.to_json() for report in reports],
         "not_possible": list(failed),
     }
 
 
+def _choice(report: Report) -> dict[str, Any]:
+    return {"policy": report.policy, "max_query_len": report.max_query_len}
+
+
 def sweep_text(reports: Sequence[Report], failed: Sequence[str]) -> str:
-    """A table, a line a choice, the best one marked."""
-    chosen = best(reports)
+    """A table, a line a choice, the best one marked and those that are alike."""
+    chosen, close = best(reports), alike(reports)
     rows = [HEADER, *(_row(report) for report in reports)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = []
@@ -50,7 +69,8 @@ def sweep_text(reports: Sequence[Report], failed: Sequence[str]) -> str:
             cell.ljust(width) if i == 0 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        lines.append("  ".join(cells) + ("  <- best" if number == chosen + 1 else ""))
+        mark = "  <- best" if number == chosen + 1 else "  <- alike" if number - 1 in close else ""
+        lines.append("  ".join(cells) + mark)
     report = reports[chosen]
     meter, setup = report.outcome.meter, report.outcome.setup
     lines += [
@@ -58,12 +78,25 @@ def sweep_text(reports: Sequence[Report], failed: Sequence[str]) -> str:
         f"best: policy {report.policy}, windows of {report.max_query_len}: {report.goodput:.3f} requests a second with "
         f"the first token within {meter.slo_ttft_ms:g} ms and {meter.slo_tpot_ms:g} ms a token after it, at "
         f"{size_text(report.slots.request_bytes)} a request",
+        *(
+            ["alike: within 1 % of that, which another seed may turn round; take what fits or answers best"]
+            if close
+            else []
+        ),
+        *([_overload(report)] if report.attainment < LEAST_ATTAINMENT else []),
         f"times in ms; {report.model}, {report.tp}-way tensor parallel; {report.workload}",
         f"calibration: {setup.calibration.source}",
         f"rest of the model: {setup.cost.source}",
         *(f"not possible: {reason}" for reason in failed),
     ]
     return "\n".join(lines)
+
+
+def _overload(report: Report) -> str:
+    return (
+        f"overloaded: even so, only {report.attainment:.1%} of the requests are served within these limits; fewer "
+        "requests (--rate-factor, --requests-per-s), more ranks or other limits tell more"
+    )
 
 
 def _row(report: Report) -> tuple[str, ...]:
