@@ -42,8 +42,11 @@ class ChromeTrace:
         # Tracks are given out in the order of beginnings, which is not that of the ends.
         for session, outcome in sorted(self._requests, key=lambda entry: entry[0].request.arrival_ms):
             self._write_request(session, outcome)
-        self._file.write("\n]}\n")
-        self._file.close()
+        try:
+            self._file.write("\n]}\n")
+            self._file.close()
+        except OSError as failed:  # a full disk shows when what is buffered is written
+            raise SpecStateError(f"{self._name}: cannot be written: {failed.strerror}") from None
 
     def step(self, launched: Launched, plan: Plan) -> None:
         """See ``Timeline``."""
@@ -99,7 +102,10 @@ class ChromeTrace:
         self._write(event | {"dur": round(_us(end_ms) - _us(begin_ms), 3), "args": about})
 
     def _write(self, event: dict[str, Any]) -> None:
-        self._file.write(("" if self._is_first else ",\n") + json.dumps(event, separators=(",", ":")))
+        try:
+            self._file.write(("" if self._is_first else ",\n") + json.dumps(event, separators=(",", ":")))
+        except OSError as failed:
+            raise SpecStateError(f"{self._name}: cannot be written: {failed.strerror}") from None
         self._is_first = False
 
 

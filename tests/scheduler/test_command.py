@@ -151,6 +151,25 @@ def test_a_sweep_names_the_best_of_its_choices(capsys: pytest.CaptureFixture[str
     marked = [line for line in lines if line.endswith("<- best")]
     assert len(marked) == 1
     assert marked[0].split()[:2] == [report["policy"], str(report["max_query_len"])]
+    close = [line.split()[:2] for line in lines if line.endswith("<- alike")]
+    assert close == [[each["policy"], str(each["max_query_len"])] for each in report["alike"]]
+
+
+def test_an_overloaded_deployment_is_named(capsys: pytest.CaptureFixture[str], trace: str) -> None:
+    """Nobody gets a first token within a tenth of a millisecond."""
+    assert main(["simulate", "--trace", trace, *K3, "--sweep", "policy", "--slo-ttft-ms", "0.1"]) == 0
+    [told] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("overloaded")]
+    assert "0.0% of the requests" in told
+    assert (
+        main(["simulate", "--trace", trace, *K3, "--sweep", "policy", "--slo-ttft-ms", "1e9", "--slo-tpot-ms", "1e9"])
+        == 0
+    )
+    assert "overloaded" not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_timeline_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str], trace: str) -> None:
+    assert "/dev/full: cannot be written" in refusal(capsys, "--trace", trace, *K3, "--chrome-trace", "/dev/full")
 
 
 def test_a_sweep_goes_on_where_a_choice_does_not_fit(capsys: pytest.CaptureFixture[str], trace: str) -> None:
