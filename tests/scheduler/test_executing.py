@@ -85,6 +85,28 @@ def test_twenty_requests_agree_with_the_oracle_and_with_metadata_mode(policy: st
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_the_triton_kernels_agree_with_the_oracle(policy: str) -> None:
+    # Few tokens: without a GPU the kernels are interpreted.
+    setup = make_setup(
+        policy=policy,
+        window=2,
+        slots=2,
+        checkpoints=7,
+        prefix_cache=True,
+        block_size=4,
+        kv_tokens=22,
+        preemption="retract",
+        cache_outputs=True,
+    )
+    requests = conversations(4, seed=45, block=4, inputs=(5, 9), outputs=(2, 7), chains=1)
+    executing = Executing(setup.config, 3, "triton")
+    tally = simulate(setup, requests, executing).tally
+    assert min(tally.finished, tally.hits, tally.preemptions, tally.cut_tokens, tally.wasted_windows) > 0
+    assert min(executing.checked()["states"], executing.checked()["outputs"]) >= 30
+    assert tally == simulate(setup, requests, Managed(setup.config)).tally
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_recorded_run_replays(policy: str, tmp_path: Path) -> None:
     setup = busy_setup(policy, prefill="rows", cache_outputs=True, async_depth=2)
     path = tmp_path / "trace.jsonl"
