@@ -66,7 +66,8 @@ def detect_format(first: str) -> WorkloadFormat:
     common = {name: len(fields & form.fields) for name, form in FORMATS.items() if form.has_header != is_json}
     best = max(common, key=lambda name: common[name])
     if not common[best]:
-        known = "; ".join(f"{name}: {', '.join(sorted(form.fields))}" for name, form in FORMATS.items())
+        likely_first = sorted(FORMATS, key=lambda name: name not in common)
+        known = "; ".join(f"{name}: {', '.join(sorted(FORMATS[name].fields))}" for name in likely_first)
         raise LineFault(f"{shown(first)} is of no known format ({known})")
     return best
 

@@ -251,7 +251,7 @@ CSV_FAULTS = [
     (AZURE, "2023-11-16", "1969-11-16", 2, "is outside 0.."),
     (AZURE, "00:00:03", "00:00:00", 4, "TIMESTAMP = '2023-11-17 00:00:00' is before '2023-11-17 00:00:00.6805901'"),
     (AZURE, "00:00:03,2,7", "00:0", 4, "1 columns, the header has 3 (the file ends inside this line"),
-    ("a,b\n1,2\n", "a", "a", 1, "'a,b' is of no known format (mooncake: "),
+    ("a,b\n1,2\n", "a", "a", 1, "'a,b' is of no known format (azure: "),
     ('{"a": 1}\n', "a", "a", 1, "is of no known format (mooncake: "),
     ("[]\n", "[", "[", 1, "'[]' is of no known format (azure: "),
 ]
