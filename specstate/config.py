@@ -108,6 +108,13 @@ class StateConfig(_Frozen):
         """Records are folded at the end of a step when the next window might not fit: pending + T > R."""
         return self.fold_policy == "ring"
 
+    @property
+    def most_pending(self) -> int:
+        """Records that the end of a step may leave pending; a row with more is folded then."""
+        if self.folds_at_end:
+            return 0
+        return self.record_capacity - self.max_query_len if self.folds_when_full else self.record_capacity
+
     @model_validator(mode="before")
     @classmethod
     def _follow(cls, data: object) -> object:

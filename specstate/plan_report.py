@@ -9,6 +9,7 @@ from specstate.config import ActivationDtype, CheckpointDtype, FoldPolicy, State
 from specstate.errors import SpecStateError, shown
 from specstate.layout import BytePlan, plan_bytes
 from specstate.presets import Preset
+from specstate.tables import aligned
 
 POLICIES: tuple[FoldPolicy, ...] = get_args(FoldPolicy)
 
@@ -104,7 +105,7 @@ class PlanReport:
             f"windows of {request.max_query_len}, {request.checkpoint_dtype} state, "
             f"{request.activation_dtype} activations"
         )
-        lines = _align(rows)
+        lines = aligned(rows)
         rule = "-" * len(lines[0])
         lines[1:1] = [rule]
         lines[-3:-3] = [rule]
@@ -150,15 +151,3 @@ def size_text(size_bytes: int) -> str:
         if size_bytes >= scale:
             return f"{size_bytes / scale:.2f} {unit}"
     return f"{size_bytes} B"
-
-
-def _align(rows: list[list[str]]) -> list[str]:
-    # First column to the left, figures to the right.
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]

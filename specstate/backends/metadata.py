@@ -256,8 +256,7 @@ class MetadataBackend:
         if not rows.all_decode and at.PROMPT in batch.row_kinds:  # which says that its request goes on
             for cursor, kind in zip(rows.cursors, batch.row_kinds, strict=True):
                 cursor.finished &= kind != at.PROMPT
-        most_pending = config.record_capacity - config.max_query_len if config.folds_when_full else INT32_MAX
-        reason = at.FOLD_WHEN_FULL
+        most_pending, reason = config.most_pending, at.FOLD_WHEN_FULL
         if fold is True or config.folds_at_end:
             most_pending, reason = 0, at.FOLD_AT_END
         before = [] if config.block_size is None else [cursor.committed_len for cursor in rows.cursors]

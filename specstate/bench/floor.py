@@ -28,6 +28,7 @@ length and the accepted count; query_start_loc copied in and read; a position a 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from specstate.config import StateConfig
 from specstate.kernels import rows as at
@@ -50,43 +51,85 @@ ITEMS = (
 
 PARAMETER_BYTES = 4
 
+# Control, as said above; what counts rows + 1 gives a part to each row and a part to the step.
+CONTROL_BYTES_PER_ROW = 4 * (
+    2 * at.STAGED_COLUMNS + 4 * at.CURSOR_COLUMNS + 2 * at.ROW_COLUMNS + 2 * at.PLAN_COLUMNS + 2 + 2
+)
+CONTROL_BYTES_PER_STEP = 4 * 2
+CONTROL_BYTES_PER_TOKEN = 4
+
 
 def step_bytes(config: StateConfig, pending: Sequence[int], folded: Sequence[int]) -> dict[str, int]:
     """The table above for rows with ``pending`` records at verify, of which the step's end folds ``folded``."""
-    spec, layers, rows = config.layer, config.num_layers, len(pending)
-    heads, k_dim, v_dim = spec.num_heads, spec.head_k_dim, spec.head_v_dim
-    activation = DTYPE_BYTES[config.activation_dtype]
-    state = heads * v_dim * k_dim * DTYPE_BYTES[config.checkpoint_dtype]
-    record = heads * (4 * v_dim + 2 * k_dim * activation + 4)
-    tokens, history = rows * config.max_query_len, spec.conv_history_len
-    channel = spec.conv_channels * activation
+    sizes, layers, rows = Sizes(config), config.num_layers, len(pending)
+    tokens = rows * config.max_query_len
     in_verify = sum(count > 0 for count in pending) if config.folds_in_verify else 0
     at_end = sum(count > 0 for count in folded)
-    conv = 1 if history else 0
-    weights = heads + heads * k_dim + conv * spec.conv_channels * (history + 1)
-    control = rows * (
-        2 * at.STAGED_COLUMNS + 4 * at.CURSOR_COLUMNS + 2 * at.ROW_COLUMNS + 2 * at.PLAN_COLUMNS + 2
-    ) + 2 * (rows + 1)
     return {
-        "state_read": layers * (rows + at_end) * state,
-        "state_written": layers * (in_verify + at_end) * state,
-        "records_read": layers * (sum(pending) + sum(folded)) * record,
-        "records_written": layers * tokens * record,
-        "conv_ring_read": layers * (rows + at_end) * history * channel,
-        "conv_ring_written": layers * conv * tokens * channel,
-        "conv_history_written": layers * (in_verify + at_end) * history * channel,
-        "inputs": layers * tokens * (spec.conv_channels + heads * k_dim + heads) * activation,
-        "outputs": layers * tokens * heads * v_dim * activation,
-        "parameters": layers * weights * PARAMETER_BYTES,
-        "control": 4 * (control + tokens),
+        "state_read": layers * (rows + at_end) * sizes.state,
+        "state_written": layers * (in_verify + at_end) * sizes.state,
+        "records_read": layers * (sum(pending) + sum(folded)) * sizes.record,
+        "records_written": layers * tokens * sizes.record,
+        "conv_ring_read": layers * (rows + at_end) * sizes.history,
+        "conv_ring_written": layers * tokens * sizes.conv_input,
+        "conv_history_written": layers * (in_verify + at_end) * sizes.history,
+        "inputs": layers * tokens * sizes.inputs,
+        "outputs": layers * tokens * sizes.outputs,
+        "parameters": layers * sizes.parameters,
+        "control": CONTROL_BYTES_PER_STEP + rows * CONTROL_BYTES_PER_ROW + tokens * CONTROL_BYTES_PER_TOKEN,
     }
 
 
+class Sizes:
+    """What the table multiplies: bytes in one layer."""
+
+    def __init__(self, config: StateConfig) -> None:
+        spec = config.layer
+        heads, k_dim, v_dim, channels = spec.num_heads, spec.head_k_dim, spec.head_v_dim, spec.conv_channels
+        activation = DTYPE_BYTES[config.activation_dtype]
+        self.state = heads * v_dim * k_dim * DTYPE_BYTES[config.checkpoint_dtype]
+        """A row's."""
+        self.history = spec.conv_history_len * channels * activation
+        """A row's conv inputs before its window; 0 without a conv."""
+        self.record = heads * (4 * v_dim + 2 * k_dim * activation + 4)
+        self.conv_input = channels * activation if self.history else 0
+        """A token's, kept for the conv."""
+        self.inputs = (channels + heads * k_dim + heads) * activation
+        """A token's, as all that follow."""
+        self.outputs = heads * v_dim * activation
+        taps = spec.conv_history_len + 1 if self.history else 0
+        self.parameters = (heads + heads * k_dim + channels * taps) * PARAMETER_BYTES
+
+
+class Folds(NamedTuple):
+    """What a step folds of a row."""
+
+    in_verify: bool
+    """Its verify folds what is pending."""
+    at_end: int
+    """Records that the end of the step folds; 0: it does not fold."""
+    left: int
+    """Records that are pending after it."""
+
+
+class FoldTiming:
+    """When the records of a row are folded, under a config's policy: the fold timing of the contract, on the host."""
+
+    def __init__(self, config: StateConfig) -> None:
+        self._in_verify, self._most_pending = config.folds_in_verify, config.most_pending
+
+    def of(self, pending: int, accepted: int) -> Folds:
+        """In a step of a row with ``pending`` records at its verify."""
+        in_verify = self._in_verify and pending > 0
+        total = accepted if in_verify else pending + accepted
+        return Folds(in_verify, total, 0) if total > self._most_pending else Folds(in_verify, 0, total)
+
+
 class Rings:
-    """How many records some rows have pending, step after step: the fold timing of the contract, on the host."""
+    """How many records some rows have pending, step after step."""
 
     def __init__(self, config: StateConfig, rows: int) -> None:
-        self._config = config
+        self._timing = FoldTiming(config)
         self.pending = [0] * rows
         self.committed = [0] * rows
         self.folds = 0
@@ -94,18 +137,9 @@ class Rings:
 
     def step(self, accepted: Sequence[int]) -> tuple[list[int], list[int]]:
         """Ends a step; what was pending at its verify, and what its end folded, by row."""
-        config, before, folded = self._config, self.pending, []
-        after = []
-        for pending, count in zip(before, accepted, strict=True):
-            if config.folds_in_verify and pending:
-                self.folds += 1
-                pending = 0
-            total = pending + count
-            full = config.folds_when_full and total + config.max_query_len > config.record_capacity
-            fold = total if config.folds_at_end or full else 0
-            self.folds += fold > 0
-            folded.append(fold)
-            after.append(total - fold)
+        before = self.pending
+        folds = [self._timing.of(pending, count) for pending, count in zip(before, accepted, strict=True)]
+        self.folds += sum(row.in_verify + (row.at_end > 0) for row in folds)
         self.committed = [length + count for length, count in zip(self.committed, accepted, strict=True)]
-        self.pending = after
-        return before, folded
+        self.pending = [row.left for row in folds]
+        return before, [row.at_end for row in folds]

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specstate.config import ActivationDtype, CheckpointDtype, FoldPolicy
 from specstate.errors import SpecStateError, shown
+from specstate.tables import aligned
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -122,9 +123,9 @@ class BenchReport(_Frozen):
             "(layers); last columns: step / floor, S0 / step",
         ]
         if self.results:
-            lines += ["", *aligned(_time_rows(self.results)), "", "kernels, milliseconds a step, conv included"]
-            lines += [*aligned(_kernel_rows(self.results)), "", "the floor's bytes, MiB a step, conv included"]
-            lines += aligned(_floor_rows(self.results))
+            lines += ["", *aligned(_time_rows(self.results), 2), "", "kernels, milliseconds a step, conv included"]
+            lines += [*aligned(_kernel_rows(self.results), 2), "", "the floor's bytes, MiB a step, conv included"]
+            lines += aligned(_floor_rows(self.results), 2)
         return "\n".join([*lines, *self.notes])
 
 
@@ -194,15 +195,3 @@ def _floor_rows(results: tuple[BenchResult, ...]) -> list[list[str]]:
         sizes = [*(result.floor_table.get(item, 0) for item in items), result.floor_bytes]
         rows.append([result.shape.name, result.policy, *(f"{size / 2**20:.2f}" for size in sizes)])
     return rows
-
-
-def aligned(rows: list[list[str]]) -> list[str]:
-    """The first two columns to the left, figures to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if place < 2 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -25,7 +25,6 @@ import torch
 
 from specstate.bench.precompile import Job, precompile
 from specstate.bench.ratios import versions
-from specstate.bench.results import aligned
 from specstate.bench.shapes import BenchShape
 from specstate.bench.timer import Machine
 from specstate.bench.workload import Workload, turns
@@ -42,6 +41,7 @@ from specstate.kernels.tile_table import (
     default_table,
 )
 from specstate.storage import Storage
+from specstate.tables import aligned
 
 #: Layers whose verifies follow one another, fewer where they do not fit.
 LAYERS = 16
@@ -127,7 +127,7 @@ class TuneReport:
             star = "*" if each.us == best[each.shape.name, each.candidate.path] else ""
             rows.append([each.shape.name, each.candidate.label, str(each.row_heads), f"{each.us:.2f}", star])
         written = f"written to {self.file}: SPECSTATE_TILES={self.file} puts it in force"
-        return "\n".join([self.table.title, "", *aligned(rows), "", *self.notes, written])
+        return "\n".join([self.table.title, "", *aligned(rows, 2), "", *self.notes, written])
 
 
 def tune(
@@ -267,7 +267,7 @@ def time_verifies(machine: Machine, shape: BenchShape, path: str) -> tuple[float
             workload.note(turn, counts)
     if workload.path != path:
         raise SpecStateError(f"path {workload.path!r} ran")
-    workload.capture_verifies()
+    workload.capture(ends=False)
     workload.replay_verifies(0, machine.make_timer())
     timer = machine.make_timer()
     machine.head_start()

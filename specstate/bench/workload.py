@@ -43,12 +43,16 @@ class Timed(NamedTuple):
     folds_per_step: float
 
 
+def window_rates(max_query_len: int, rates: Sequence[float] = CONDITIONAL_RATES) -> tuple[float, ...]:
+    """A rate for each draft of a window; the last of ``rates`` holds for positions beyond."""
+    return tuple(rates[min(i, len(rates) - 1)] for i in range(max_query_len - 1))
+
+
 def draw_accepted(steps: int, rows: int, max_query_len: int, generator: torch.Generator) -> torch.Tensor:
     """[steps, rows] int32 on the generator's device: accepted tokens by CONDITIONAL_RATES, the first included."""
-    rates = [CONDITIONAL_RATES[min(i, len(CONDITIONAL_RATES) - 1)] for i in range(max_query_len - 1)]
     device = generator.device
     chance = torch.rand(steps, rows, max_query_len - 1, generator=generator, device=device)
-    held = chance < torch.tensor(rates, device=device)
+    held = chance < torch.tensor(window_rates(max_query_len), device=device)
     return 1 + held.to(torch.int32).cumprod(2, dtype=torch.int32).sum(2, dtype=torch.int32)
 
 
@@ -135,8 +139,8 @@ class Workload:
             self.note(0, [1] * self.rows)
         return times
 
-    def capture(self) -> None:
-        """Captures the step; one by hand must have come before."""
+    def capture(self, ends: bool = True) -> None:
+        """Captures the step; one by hand must have come before. ends: False for its verifies alone."""
         if not self.machine.graphs:
             return
         torch.cuda.synchronize()
@@ -145,7 +149,8 @@ class Workload:
             step = self.manager.capture_step(self.rows, self.tokens)
             for layer, out in enumerate(self.outputs):
                 step.verify(layer, *self.inputs[layer], out=out)
-            step.defer(self.counts)
+            if ends:
+                step.defer(self.counts)
         self.graph = graph
 
     def replay(self, turn: int, counts: torch.Tensor, timer: Timer | None = None) -> None:
@@ -161,18 +166,6 @@ class Workload:
         if timer is not None:
             timer.stop()
         step.replayed("defer")
-
-    def capture_verifies(self) -> None:
-        """Captures the verifies of a step without its end; a step by hand must have come before."""
-        if not self.machine.graphs:
-            return
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step = self.manager.capture_step(self.rows, self.tokens)
-            for layer, out in enumerate(self.outputs):
-                step.verify(layer, *self.inputs[layer], out=out)
-        self.graph = graph
 
     def replay_verifies(self, turn: int, timer: Timer) -> None:
         """The verifies of a step of set ``turn``, timed; then the step is cancelled, so nothing moves."""

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import specstate
+from specstate.bench.floor import FoldTiming
 from specstate.bench.results import BenchReport, BenchResult, ShapeFigures, load_results
-from specstate.bench.workload import CONDITIONAL_RATES
+from specstate.bench.workload import CONDITIONAL_RATES, window_rates
 from specstate.config import FoldPolicy, KDALayerSpec, StateConfig
 from specstate.errors import SpecStateError, shown
 from specstate.scheduler.settings import Policy
@@ -221,22 +222,22 @@ def mean_work(config: StateConfig, rows: int, rates: Sequence[float] = CONDITION
         return full._replace(end_folds=rows, folded=rows * mean)
     if config.folds_in_verify:
         return full._replace(pending=rows * mean, verify_folds=rows)
-    most = config.record_capacity - window
+    timing = FoldTiming(config)
     pending = {0: 1.0}
     for _ in range(64 * (config.record_capacity // window + 1)):  # mixes within a few folds
         after: dict[int, float] = {}
         for held, chance in pending.items():
             for count, share in chances.items():
-                left = held + count if held + count <= most else 0
+                left = timing.of(held, count).left
                 after[left] = after.get(left, 0.0) + 0.5 * chance * share
             after[held] = after.get(held, 0.0) + 0.5 * chance  # lazy: the same limit, also where all counts are alike
         pending = after
     folds = folded = 0.0
     for held, chance in pending.items():
         for count, share in chances.items():
-            if held + count > most:
-                folds += chance * share
-                folded += chance * share * (held + count)
+            at_end = timing.of(held, count).at_end
+            folds += chance * share * (at_end > 0)
+            folded += chance * share * at_end
     mean_pending = sum(held * chance for held, chance in pending.items())
     return full._replace(pending=rows * mean_pending, end_folds=rows * folds, folded=rows * folded)
 
@@ -262,8 +263,7 @@ def predicted_state_ms(
 
 def _count_chances(window: int, rates: Sequence[float]) -> dict[int, float]:
     """Of each accepted count 1..T of a full window."""
-    by_position = [float(rates[min(i, len(rates) - 1)]) for i in range(window - 1)]
-    shares: list[float] = [1.0, *accumulate(by_position, mul), 0.0]
+    shares: list[float] = [1.0, *accumulate(window_rates(window, rates), mul), 0.0]
     return {count: shares[count - 1] - shares[count] for count in range(1, window + 1)}
 
 

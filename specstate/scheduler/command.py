@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from specstate.bench.results import h200_results, load_results
-from specstate.bench.workload import CONDITIONAL_RATES
+from specstate.bench.workload import CONDITIONAL_RATES, window_rates
 from specstate.config import StateConfig
 from specstate.errors import CapacityError, SpecStateError, shown
 from specstate.presets import PRESETS, find_preset
@@ -236,7 +236,7 @@ def _acceptance(options: argparse.Namespace, window: int, seed: int) -> Acceptan
     if options.measured is not None:
         return measured_rates(options.measured, seed)
     rates = CONDITIONAL_RATES if options.rates is None else _rates(options.rates)
-    return RateAcceptance(rates=tuple(rates[min(i, len(rates) - 1)] for i in range(window - 1)), seed=seed)
+    return RateAcceptance(rates=window_rates(window, rates), seed=seed)
 
 
 def _rates(text: str) -> tuple[float, ...]:

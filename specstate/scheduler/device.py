@@ -7,6 +7,7 @@ the manager's own at the end.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from specstate.bench.floor import FoldTiming
 from specstate.config import StateConfig
 from specstate.scheduler.acceptance import AcceptanceModel
 from specstate.scheduler.calibration import Calibration
@@ -71,7 +72,7 @@ class Device:
         self._cost, self._calibration, self._tally = cost, calibration, tally
         self._traffic = snapshot_traffic(config) if policy == "snapshots" else fold_traffic(config)
         self._checkpoint_bytes = fold_traffic(config).checkpoint_bytes
-        self._most_pending = _most_pending(config)
+        self._timing = FoldTiming(config)
         self._block_size = settings.block_size if settings.keeps_boundaries else None
         self._by_rows = settings.prefill == "rows"
 
@@ -105,19 +106,15 @@ class Device:
 
     def work(self, rows: list[Row]) -> Work:
         """Of state management, by what the rows have pending."""
-        config, most = self._config, self._most_pending
         pending = tokens = verify_folds = end_folds = folded = 0
         for row in rows:
             tokens += row.query_len
             held = row.session.pending_len
             pending += held
-            if config.folds_in_verify:
-                verify_folds += held > 0
-                held = 0
-            total = held + row.accepted
-            if total > most:
-                end_folds += 1
-                folded += total
+            folds = self._timing.of(held, row.accepted)
+            verify_folds += folds.in_verify
+            end_folds += folds.at_end > 0
+            folded += folds.at_end
         return Work(len(rows), tokens, pending, verify_folds, end_folds, folded)
 
     def state_ms(self, rows: list[Row], moved: Moved) -> float:
@@ -139,17 +136,12 @@ class Device:
 
     def accept(self, row: Row) -> bool:
         """The row's end has run: moves its request as the manager does; whether it kept a boundary checkpoint."""
-        session, config, tally = row.session, self._config, self._tally
-        held = session.pending_len
-        if config.folds_in_verify and held:
-            tally.folds += 1
-            held = 0
+        session, tally = row.session, self._tally
+        folds = self._timing.of(session.pending_len, row.accepted)
+        tally.folds += folds.in_verify + (folds.at_end > 0)
+        held = folds.left
         before = session.committed_len
         after = session.committed_len = before + row.accepted
-        held += row.accepted
-        if held > self._most_pending:
-            tally.folds += 1
-            held = 0
         session.num_emitted += row.given
         session.is_finished |= row.ends
         block = self._block_size
@@ -160,12 +152,3 @@ class Device:
             held, session.boundary_len = 0, after // block * block
         session.pending_len = held
         return crosses
-
-
-def _most_pending(config: StateConfig) -> int:
-    """What may stay pending when a step ends; more is folded."""
-    if config.folds_at_end:
-        return 0
-    if config.folds_when_full:
-        return config.record_capacity - config.max_query_len
-    return config.record_capacity

@@ -5,6 +5,7 @@ from typing import Any
 
 from specstate.plan_report import size_text
 from specstate.scheduler.report import Report
+from specstate.tables import aligned
 
 HEADER = (
     *("policy", "T", "fit", "memory", "tokens/s", "goodput/s", "in SLO", "TTFT p50", "p99", "TPOT p50", "p99"),
@@ -58,15 +59,9 @@ def sweep_text(reports: Sequence[Report], failed: Sequence[str]) -> str:
     """A table, a line a choice, the best one marked and those that are alike."""
     chosen, close = best(reports), alike(reports)
     rows = [HEADER, *(_row(report) for report in reports)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    lines = []
-    for number, row in enumerate(rows):
-        cells = [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        mark = "  <- best" if number == chosen + 1 else "  <- alike" if number - 1 in close else ""
-        lines.append("  ".join(cells) + mark)
+    lines = aligned(rows)
+    for choice, mark in ((chosen, "best"), *((other, "alike") for other in close)):
+        lines[choice + 1] += f"  <- {mark}"
     report = reports[chosen]
     meter, setup = report.outcome.meter, report.outcome.setup
     lines += [

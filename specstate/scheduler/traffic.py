@@ -1,15 +1,18 @@
 """The bytes that a step's state management moves: the table of bench/floor.py for rows of any length, and snapshots'.
 
-Letters are those of that table: per head K and V, C conv channels, a bytes of an activation; B rows, n tokens.
+B rows, n tokens, as there.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from specstate.bench.floor import PARAMETER_BYTES
+from specstate.bench.floor import (
+    CONTROL_BYTES_PER_ROW,
+    CONTROL_BYTES_PER_STEP,
+    CONTROL_BYTES_PER_TOKEN,
+    Sizes,
+)
 from specstate.config import StateConfig
-from specstate.kernels import rows as at
-from specstate.layout import DTYPE_BYTES
 
 
 class Work(NamedTuple):
@@ -57,52 +60,31 @@ class Traffic:
 
 def fold_traffic(config: StateConfig) -> Traffic:
     """Of checkpoints and records, under the config's policy."""
-    spec, layers = config.layer, config.num_layers
-    sizes = _Sizes(config)
-    history = spec.conv_history_len * sizes.channel
-    conv = 1 if history else 0
-    heads, v_dim = spec.num_heads, spec.head_v_dim
-    record = heads * (4 * v_dim + 2 * spec.head_k_dim * sizes.activation + 4)
-    control = 2 * at.STAGED_COLUMNS + 4 * at.CURSOR_COLUMNS + 2 * at.ROW_COLUMNS + 2 * at.PLAN_COLUMNS + 2
+    layers, sizes = config.num_layers, Sizes(config)
+    checkpoint = layers * (sizes.state + sizes.history)
     return Traffic(
         layers=layers,
-        per_row=layers * (sizes.state + history) + 4 * (control + 2),
-        per_token=layers * (record + conv * sizes.channel + sizes.token) + 4,
-        per_record=layers * record,
-        per_verify_fold=layers * (sizes.state + history),
-        per_end_fold=layers * 2 * (sizes.state + history),
-        per_step=layers * sizes.parameters + 8,
-        checkpoint_bytes=layers * (sizes.state + history),
+        per_row=checkpoint + CONTROL_BYTES_PER_ROW,
+        per_token=layers * (sizes.record + sizes.conv_input + sizes.inputs + sizes.outputs) + CONTROL_BYTES_PER_TOKEN,
+        per_record=layers * sizes.record,
+        per_verify_fold=checkpoint,
+        per_end_fold=2 * checkpoint,
+        per_step=layers * sizes.parameters + CONTROL_BYTES_PER_STEP,
+        checkpoint_bytes=checkpoint,
     )
 
 
 def snapshot_traffic(config: StateConfig) -> Traffic:
     """Of a state for every token of the window: one read a row, one written a token, nothing to fold."""
-    layers, sizes = config.num_layers, _Sizes(config)
-    history = config.layer.conv_history_len * sizes.channel
+    layers, sizes = config.num_layers, Sizes(config)
+    checkpoint = layers * (sizes.state + sizes.history)
     return Traffic(
         layers=layers,
-        per_row=layers * (sizes.state + history),
-        per_token=layers * (sizes.state + (sizes.channel if history else 0) + sizes.token),
+        per_row=checkpoint,
+        per_token=layers * (sizes.state + sizes.conv_input + sizes.inputs + sizes.outputs),
         per_record=0.0,
         per_verify_fold=0.0,
         per_end_fold=0.0,
         per_step=layers * sizes.parameters,
-        checkpoint_bytes=layers * (sizes.state + history),
+        checkpoint_bytes=checkpoint,
     )
-
-
-class _Sizes:
-    """Bytes in one layer."""
-
-    def __init__(self, config: StateConfig) -> None:
-        spec = config.layer
-        heads, k_dim, v_dim, channels = spec.num_heads, spec.head_k_dim, spec.head_v_dim, spec.conv_channels
-        self.activation = DTYPE_BYTES[config.activation_dtype]
-        self.state = heads * v_dim * k_dim * DTYPE_BYTES[config.checkpoint_dtype]
-        self.channel = channels * self.activation
-        """The conv's inputs of one token."""
-        self.token = (channels + heads * k_dim + heads + heads * v_dim) * self.activation
-        """Inputs and outputs of one token."""
-        taps = spec.conv_kernel_size or 0
-        self.parameters = (heads + heads * k_dim + channels * taps) * PARAMETER_BYTES
