@@ -2,8 +2,9 @@
 
 Each candidate runs in a manager of its own that reads it from a file, as a user's does: the verifies of some layers
 under a CUDA graph, over a fixed mix of pending records, sets of requests in turn so that no state is in the L2. The
-portable kernels get one tile for all rows, the best of all shapes of a head; the Hopper verify one by rows times heads.
-Blocks of the fold are not measured: the table leaves them to the default. What fails costs its candidate alone.
+portable kernels get one tile for all rows, the best of all shapes of a head; the Hopper verify one by rows times heads,
+for policies that do not fold in it. Blocks of the fold, and "deferred", are not measured: the table leaves them to the
+default. What fails costs its candidate alone.
 """
 
 import gc
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -40,6 +42,7 @@ from specstate.kernels.tile_table import (
     VerifyTiming,
     default_table,
 )
+from specstate.kernels.tiles import PortableTile, VerifyTile
 from specstate.storage import Storage
 from specstate.tables import aligned
 
@@ -61,30 +64,25 @@ class Candidate(NamedTuple):
     """One tile of one set of kernels."""
 
     path: str
-    block_v: int
-    choice: int
-    """at_once under "hopper", num_warps under "portable"."""
+    tile: VerifyTile | PortableTile
 
     @property
     def label(self) -> str:
-        how = f"{self.choice} warps" if self.path == "portable" else "at once" if self.choice else "in chunks"
-        return f"{self.path}, {self.block_v} rows of V, {how}"
+        if isinstance(self.tile, PortableTile):
+            how = f"{self.tile.num_warps} warps"
+        else:
+            how = f"{'at once' if self.tile.at_once else 'in chunks'}, {self.tile.programs} programs"
+        return f"{self.path}, {self.tile.block_v} rows of V, {how}"
 
-    def table(self, max_query_len: int) -> TileTable:
+    def table(self) -> TileTable:
         """With this tile for everything."""
         verify: tuple[VerifyRule, ...] = ()
         portable: tuple[PortableRule, ...] = ()
-        if self.path == "hopper":
-            registers = most_registers(max_query_len)
-            verify = (VerifyRule.model_validate({**self._tile(), "registers": registers}),)
+        if isinstance(self.tile, PortableTile):
+            portable = (PortableRule.model_validate(self.tile._asdict()),)
         else:
-            portable = (PortableRule.model_validate(self._tile()),)
+            verify = (VerifyRule.model_validate(self.tile._asdict()),)
         return TileTable(gpu="", date="", versions={}, verify=verify, portable=portable)
-
-    def _tile(self) -> dict[str, Any]:
-        return {"block_v": self.block_v} | (
-            {"at_once": bool(self.choice)} if self.path == "hopper" else {"num_warps": self.choice}
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,10 @@ class TuneReport:
 
     def to_json(self) -> dict[str, Any]:
         """One JSON object: the file, the table in it, every timing, what failed."""
-        timings = [{"shape": each.shape.name, **each.candidate._asdict(), "us": each.us} for each in self.timings]
+        timings = [
+            {"shape": each.shape.name, "path": each.candidate.path, **each.candidate.tile._asdict(), "us": each.us}
+            for each in self.timings
+        ]
         table = self.table.model_dump(mode="json", exclude_none=True)
         return {"file": self.file, "table": table, "timings": timings, "notes": list(self.notes)}
 
@@ -181,11 +182,12 @@ class Tuner:
     def run(self, shapes: Sequence[BenchShape], folder: Path) -> None:
         """Every candidate on every shape; ``folder`` takes the files that managers read them from."""
         work = [(shape, each) for shape in shapes for each in candidates(shape, self._machine.device)]
-        files = {key: str(folder / f"{place}.json") for place, key in enumerate(dict.fromkeys(map(_file_key, work)))}
-        for (candidate, longest), file in files.items():
-            Path(file).write_text(candidate.table(longest).model_dump_json())
+        tried = dict.fromkeys(candidate for _, candidate in work)
+        files = {candidate: str(folder / f"{place}.json") for place, candidate in enumerate(tried)}
+        for candidate, file in files.items():
+            Path(file).write_text(candidate.table().model_dump_json())
         if self._machine.graphs:
-            jobs = [Job(_config(replace(s, rows=1), c.path, 1, 1), files[_file_key((s, c))]) for s, c in work]
+            jobs = [Job(_config(replace(s, rows=1), c.path, 1, 1), files[c]) for s, c in work]
             done = precompile(jobs, default_table(), min(120.0, self._budget_s / 2))
             self._tell(f"{done} variants compiled ahead")
         wanted: dict[tuple[BenchShape, str], torch.Tensor] = {}
@@ -195,7 +197,7 @@ class Tuner:
                 break
             name = f"{shape.name}, {candidate.label}"
             try:
-                with in_force(files[_file_key((shape, candidate))]):
+                with in_force(files[candidate]):
                     us, outputs = time_verifies(self._machine, shape, candidate.path)
                 error = _difference(outputs, wanted.setdefault((shape, candidate.path), outputs))
                 if not error <= (0.0 if candidate.path == "hopper" else TOLERANCE):
@@ -230,14 +232,11 @@ def candidates(shape: BenchShape, device: torch.device) -> list[Candidate]:
     small = _config(replace(shape, rows=1), None, 1, 1)
     v_dim, found = shape.spec.head_v_dim, []
     if hopper_refusal(small, Storage(small, device)) is None:
-        found += [Candidate("hopper", block, once) for block in BLOCKS if v_dim % block == 0 for once in (1, 0)]
+        blocks = [block for block in BLOCKS if v_dim % block == 0]
+        programs = (3, 4) if shape.max_query_len <= 8 else (2,)  # a longer window's values take more registers
+        found += [Candidate("hopper", VerifyTile(*tile)) for tile in product(blocks, (True, False), programs)]
     narrow = [block for block in BLOCKS if block <= v_dim] or [16]
-    return found + [Candidate("portable", block, warps) for block in narrow for warps in WARPS]
-
-
-def most_registers(max_query_len: int) -> int:
-    """Of a thread of the Hopper verify: three programs to a multiprocessor, or a longer window's values."""
-    return 168 if max_query_len <= 8 else 255
+    return found + [Candidate("portable", PortableTile(*tile)) for tile in product(narrow, WARPS)]
 
 
 @contextmanager
@@ -307,14 +306,11 @@ def verify_rules(timings: Sequence[Timing]) -> tuple[VerifyRule, ...]:
                     {
                         "head_v_dim": v_dim,
                         "checkpoint_dtype": dtype,
+                        "folds_in_verify": False,
                         "most_query_len": longest,
                         "most_row_heads": None if is_last else math.isqrt(size * sizes[place + 1]),
-                        "block_v": best[place].block_v,
-                        "at_once": bool(best[place].choice),
-                        "registers": most_registers(longest),
-                        "timings": tuple(
-                            VerifyTiming(**_timing(each), at_once=bool(each.candidate.choice)) for each in covered
-                        ),
+                        **best[place].tile._asdict(),
+                        "timings": tuple(VerifyTiming.model_validate(_timing(each)) for each in covered),
                     }
                 )
             )
@@ -331,14 +327,13 @@ def portable_rules(timings: Sequence[Timing]) -> tuple[PortableRule, ...]:
     rules = []
     for (k_dim, v_dim), group in sorted(groups.items()):
         best = _fastest(group)
-        measured = tuple(PortableTiming(**_timing(each), num_warps=each.candidate.choice) for each in group)
+        measured = tuple(PortableTiming.model_validate(_timing(each)) for each in group)
         rules.append(
             PortableRule.model_validate(
                 {
                     "most_head_k_dim": k_dim,
                     "head_v_dim": v_dim,
-                    "block_v": best.block_v,
-                    "num_warps": best.choice,
+                    **best.tile._asdict(),
                     "timings": measured,
                 }
             )
@@ -357,11 +352,7 @@ def _fastest(timings: Sequence[Timing]) -> Candidate:
 
 def _timing(each: Timing) -> dict[str, Any]:
     shape, us = each.shape, round(each.us, 3)
-    return {"rows": shape.rows, "num_heads": shape.spec.num_heads, "block_v": each.candidate.block_v, "us": us}
-
-
-def _file_key(item: tuple[BenchShape, Candidate]) -> tuple[Candidate, int]:
-    return item[1], item[0].max_query_len
+    return {"rows": shape.rows, "num_heads": shape.spec.num_heads, **each.candidate.tile._asdict(), "us": us}
 
 
 def _config(shape: BenchShape, path: str | None, layers: int, sets: int) -> StateConfig:

@@ -57,17 +57,36 @@ def reciprocal(x):
 
 
 @gluon.jit
-def log2_decay(raw, bias, rate, lower_bound, BOUNDED: gl.constexpr):
-    """g of ``log_decay`` of the reference, times log2 e; rate = e^A_log and lower_bound both in units of log2 e."""
+def unit_decay(raw, bias, rate, BOUNDED: gl.constexpr):
+    """g of ``log_decay`` of the reference over its factor: a sigmoid with a lower bound, else a softplus.
+
+    rate = e^A_log, in units of log2 e; finite even for an infinite gate.
+    """
     x = raw + bias
     if BOUNDED:
-        return lower_bound * reciprocal(1.0 + exp2(-rate * x))
+        return reciprocal(1.0 + exp2(-rate * x))
     # The softplus of triton_common: its log1p by an atanh series.
     y = exp2(-gl.abs(x) * LOG2_E)
     z = y * reciprocal(2.0 + y)
     s = z * z
     series = 1.0 + s * (1 / 3 + s * (1 / 5 + s * (1 / 7 + s * (1 / 9 + s * (1 / 11 + s * (1 / 13 + s * (1 / 15)))))))
-    return -rate * (gl.maximum(x, 0.0) + 2.0 * z * series)
+    return gl.minimum(gl.maximum(x, 0.0), 3e38) + 2.0 * z * series
+
+
+@gluon.jit
+def decay_factor(rate, lower_bound, BOUNDED: gl.constexpr):
+    """What ``unit_decay`` is multiplied by to give log2 of a decay; rate and lower_bound in units of log2 e."""
+    if BOUNDED:
+        factor = lower_bound
+    else:
+        factor = -rate
+    return factor
+
+
+@gluon.jit
+def log2_decay(raw, bias, rate, lower_bound, BOUNDED: gl.constexpr):
+    """g of ``log_decay`` of the reference, times log2 e; rate = e^A_log and lower_bound both in units of log2 e."""
+    return decay_factor(rate, lower_bound, BOUNDED) * unit_decay(raw, bias, rate, BOUNDED)
 
 
 @gluon.jit
@@ -205,19 +224,18 @@ def _split(matrices, COUNT: gl.constexpr):
     return first + second
 
 
+@gluon.constexpr_function
+def bits_of(count):
+    """log2 of a power of two."""
+    return count.bit_length() - 1
+
+
 @gluon.jit
 def columns_of(matrix, COUNT: gl.constexpr):
-    """[N, COUNT], a row a thread -> COUNT vectors [N] in LINE. COUNT is 16 or 32."""
-    SIZE: gl.constexpr = matrix.shape[0]
-    if COUNT == 16:
-        parts = _split((gl.reshape(matrix, [SIZE, 2, 2, 2, 2]),), 1)
-    else:
-        parts = _split((gl.reshape(matrix, [SIZE, 2, 2, 2, 2, 2]),), 1)
-        parts = _split(parts, 2)
-    if COUNT == 16:
-        parts = _split(_split(_split(parts, 2), 4), 8)
-    else:
-        parts = _split(_split(_split(parts, 4), 8), 16)
+    """[N, COUNT], a row a thread -> COUNT vectors [N] in LINE; COUNT a power of two."""
+    parts = (gl.reshape(matrix, [matrix.shape[0]] + [2] * bits_of(COUNT)),)
+    for level in gl.static_range(bits_of(COUNT)):
+        parts = _split(parts, 1 << level)
     vectors = ()
     for i in gl.static_range(COUNT):
         vectors = vectors + (gl.convert_layout(parts[i], LINE),)

@@ -33,6 +33,7 @@ from specstate.kernels.gluon_common import (
     barrier,
     channel_sums,
     columns_of,
+    decay_factor,
     decayed_keys,
     exp2,
     fetch_ring,
@@ -49,6 +50,7 @@ from specstate.kernels.gluon_common import (
     stacked,
     tile_layout,
     truncated_parts,
+    unit_decay,
     whole_exp2,
     wrapped,
 )
@@ -62,7 +64,7 @@ from specstate.kernels.triton_rows import (
     ROW_COLUMNS,
 )
 
-#: Pending records at a time: the least depth of a matrix product.
+#: Pending records at a time, at most.
 PENDING_TILE = gl.constexpr(16)
 
 #: By warp on its own 32 channels: [warps, columns of F, records].
@@ -98,22 +100,6 @@ def pair_batches(longest):
     return (longest * longest + 15) // 16
 
 
-@gluon.constexpr_function
-def key_sum(token, later, longest):
-    return pairs_before(token, longest) + 1 + 2 * (later - token - 1)
-
-
-@gluon.constexpr_function
-def query_sum(token, later, longest):
-    return pairs_before(token, longest) + (0 if later == token else 2 * (later - token))
-
-
-@gluon.constexpr_function
-def norm_sum(vector, longest):
-    """Of key t at t, of query t at T + t."""
-    return 16 * pair_batches(longest) + vector
-
-
 @gluon.jit
 def load_history(p_ring, oldest, W: gl.constexpr, RING: gl.constexpr, C: gl.constexpr):
     """The W - 1 inputs before the window, of each thread's channel."""
@@ -141,15 +127,27 @@ def convolved(history, s_window, taps, bias, T: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def load_taps(p_weight, p_bias, channel, W: gl.constexpr, BIAS: gl.constexpr):
-    """Conv weights of each thread's channel, W vectors, and its bias."""
-    taps = ()
-    for i in gl.static_range(W):
-        taps = taps + (gl.load(p_weight + channel * W + i).to(gl.float32),)
-    if BIAS:
-        bias = gl.load(p_bias + channel).to(gl.float32)
+def load_taps(p_weight, p_bias, first, COUNT: gl.constexpr, W: gl.constexpr, BIAS: gl.constexpr, WIDE: gl.constexpr):
+    """Conv weights of COUNT channels from ``first`` on, a thread a channel: W vectors, and the bias.
+
+    WIDE: a channel's taps are one load. Else each load of a warp touches four times the lines.
+    """
+    channel = gl.arange(0, COUNT, LINE)
+    p_weight += first * W
+    if WIDE:
+        TAPS: gl.constexpr = gl.BlockedLayout([1, W], [32, 1], [WARPS, 1], [1, 0])
+        o_channel = gl.arange(0, COUNT, gl.SliceLayout(1, TAPS))
+        o_tap = gl.arange(0, W, gl.SliceLayout(0, TAPS))
+        p_weight = gl.multiple_of(p_weight, W * itemsize(p_weight.dtype.element_ty))
+        taps = columns_of(gl.load(p_weight + o_channel[:, None] * W + o_tap[None, :]).to(gl.float32), W)
     else:
-        bias = gl.zeros(channel.shape, gl.float32, LINE)
+        taps = ()
+        for i in gl.static_range(W):
+            taps = taps + (gl.load(p_weight + channel * W + i).to(gl.float32),)
+    if BIAS:
+        bias = gl.load(p_bias + first + channel).to(gl.float32)
+    else:
+        bias = gl.zeros([COUNT], gl.float32, LINE)
     return taps, bias
 
 
@@ -208,7 +206,8 @@ def shared_scalars(values):
 def pair_sums(keys, queries, decays, T: gl.constexpr):
     """Sums over channels of k_s e^{c_s - c_t} k_t and q_s e^{c_s - c_t} k_t, then 1/|k| and K^-1/2/|q|.
 
-    A tuple of batches of 16 in shared memory; ``key_sum``, ``query_sum`` and ``norm_sum`` say where.
+    A tuple of batches of 16 in shared memory: for each t its q k, then k k and q k with every later s; then, from
+    ``pair_batches`` on, the norms, of key t at t, of query t at T + t.
     """
     batches = ()
     values = ()
@@ -239,94 +238,106 @@ def pair_sums(keys, queries, decays, T: gl.constexpr):
 
 
 @gluon.jit
-def scalar(batches, index: gl.constexpr):
-    """One of ``pair_sums``, [1], to be broadcast."""
-    return batches[index // 16]._reinterpret(gl.float32, [16, 1], FLAT).index(index % 16).load(LINE)
+def scalars(s_values, COUNT: gl.constexpr):
+    """COUNT numbers in shared memory, a power of two, as a tuple of [1], to be broadcast."""
+    EVERYWHERE: gl.constexpr = gl.BlockedLayout([1, COUNT], [32, 1], [WARPS, 1], [1, 0])
+    return columns_of(s_values._reinterpret(gl.float32, [1, COUNT], ROWS).load(EVERYWHERE), COUNT)
 
 
 @gluon.jit
-def fetch_pending(
-    s_records, s_u, place, p_key_gate, p_u, entry, first, V: gl.constexpr, R: gl.constexpr
-):  # fmt: skip
-    """Starts copying records first .. first + 15 of those that begin at ring ``entry`` into tiles ``place``."""
-    fetch_ring(s_records.index(place), p_key_gate, entry, first, R, 2 * K)
-    fetch_ring(s_u.index(place), p_u, entry, first, R, V)
+def fetch_pending(s_records, s_u, p_key_gate, p_u, entry, count, V: gl.constexpr, R: gl.constexpr):
+    """Starts copying the last of ``count`` records, those that begin at ring ``entry``, into all rows of a tile."""
+    first = count - s_records.shape[0]
+    fetch_ring(s_records, p_key_gate, entry, first, R, 2 * K)
+    fetch_ring(s_u, p_u, entry, first, R, V)
 
 
 @gluon.jit
-def pending_norms(p_inv_norm, entry, first, TILES: gl.constexpr, R: gl.constexpr):
-    """1/|k| of the records of TILES tiles, newest tile first; ``first`` is the newest tile's first record."""
-    o_n = gl.arange(0, TILES * PENDING_TILE, LINE)
-    record = first - o_n // PENDING_TILE * PENDING_TILE + o_n % PENDING_TILE
-    return gl.load(p_inv_norm + wrapped(entry + gl.maximum(record, 0), R))
+def pending_factors(p_inv_norm, entry, pending, factor, SECOND: gl.constexpr, R: gl.constexpr):
+    """Of the records of all tiles: 1/|k|, and what the unit decay is multiplied by; both are 0 before the oldest."""
+    SIZE: gl.constexpr = PENDING_TILE if SECOND == 0 else 2 * PENDING_TILE
+    o_n = gl.arange(0, SIZE, LINE)
+    record = pending - PENDING_TILE + o_n
+    record = gl.where(o_n < PENDING_TILE, record, record - PENDING_TILE - SECOND)
+    exists = (record >= 0) & (record < pending)
+    norms = gl.load(p_inv_norm + wrapped(entry + gl.where(exists, record, 0), R))
+    s_norms = gl.allocate_shared_memory(gl.float32, [SIZE], FLAT, gl.where(exists, norms, 0.0))
+    s_factors = gl.allocate_shared_memory(gl.float32, [SIZE], FLAT, gl.where(exists, factor, 0.0))
+    return s_norms, s_factors
 
 
 @gluon.jit
-def _eight_keys(s_halves, s_norms, norm, first, later, bias, rate, bound, START: gl.constexpr, BOUNDED: gl.constexpr):
+def _eight_keys(s_records, s_norms, s_factors, START: gl.constexpr, later, bias, rate, BOUNDED: gl.constexpr):
     """``pending_keys`` of tile rows START .. START + 7, a tuple of vectors."""
+    s_halves = s_records._reinterpret(s_records.dtype, [2 * s_records.shape[0], K], FLAT)
+    norms = scalars(s_norms.slice(START, 8), 8)
+    factors = scalars(s_factors.slice(START, 8), 8)
     keys = ()
-    for back in gl.static_range(1, PENDING_TILE // 2 + 1):
-        exists = first + START + PENDING_TILE // 2 - back >= 0
-        key = s_halves.index(2 * (START + PENDING_TILE // 2 - back)).load(LINE).to(gl.float32)
-        raw = s_halves.index(2 * (START + PENDING_TILE // 2 - back) + 1).load(LINE).to(gl.float32)
-        inverse = s_norms.index(norm + START + PENDING_TILE // 2 - back).load(LINE)
-        keys = (gl.where(exists, key * (exp2(later) * inverse), 0.0),) + keys
-        later = later + gl.where(exists, log2_decay(raw, bias, rate, bound, BOUNDED), 0.0)
+    for i in gl.static_range(7, -1, -1):
+        key = s_halves.index(2 * (START + i)).load(LINE).to(gl.float32)
+        raw = s_halves.index(2 * (START + i) + 1).load(LINE).to(gl.float32)
+        keys = (key * (exp2(later) * norms[i]),) + keys
+        later = later + factors[i] * unit_decay(raw, bias, rate, BOUNDED)
     return keys, later
 
 
 @gluon.jit
-def pending_keys(s_records, s_norms, norm, first, later, bias, rate, bound, BOUNDED: gl.constexpr):
-    """Normalised keys of a tile of records, decayed to the newest one's end, [warps, 32, 16]; the gates behind it.
+def pending_keys(s_records, s_norms, s_factors, TILE: gl.constexpr, pending, later, bias, rate, BOUNDED: gl.constexpr):
+    """Normalised keys of a tile of records, decayed to the newest one's end, [warps, 32, records]; the gates behind it.
 
-    s_norms from ``norm`` on, and the tile, hold records first .. first + 15; before record 0 keys are zero.
+    s_norms and s_factors hold those of all tiles, of which this is number TILE.
     """
-    s_halves = s_records._reinterpret(s_records.dtype, [2 * PENDING_TILE, K], FLAT)
-    newer, later = _eight_keys(s_halves, s_norms, norm, first, later, bias, rate, bound, 8, BOUNDED)
-    older = padded((), 8)
-    if first > -8:
-        older, later = _eight_keys(s_halves, s_norms, norm, first, later, bias, rate, bound, 0, BOUNDED)
-    return gl.reshape(stacked(older + newer, PENDING_TILE), [WARPS, 32, PENDING_TILE]), later
+    RECORDS: gl.constexpr = s_records.shape[0]
+    s_norm = s_norms.slice(TILE * PENDING_TILE, RECORDS)
+    s_factor = s_factors.slice(TILE * PENDING_TILE, RECORDS)
+    keys, later = _eight_keys(s_records, s_norm, s_factor, RECORDS - 8, later, bias, rate, BOUNDED)
+    if RECORDS > 8:
+        older = padded((), 8)
+        if pending > TILE * PENDING_TILE + 8:
+            older, later = _eight_keys(s_records, s_norm, s_factor, 0, later, bias, rate, BOUNDED)
+        keys = older + keys
+    return gl.reshape(stacked(keys, RECORDS), [WARPS, 32, RECORDS]), later
 
 
 @gluon.jit
-def early_keys(s_records, s_norms, first, bias, rate, bound, TILES: gl.constexpr, BOUNDED: gl.constexpr):
+def early_keys(s_records, s_norms, s_factors, pending, bias, rate, BOUNDED: gl.constexpr):
     """``pending_keys`` of all tiles that were fetched, each in its records' own memory; the gates behind them."""
     later = gl.zeros([K], gl.float32, LINE)
-    for tile in gl.static_range(TILES):
-        if first - tile * PENDING_TILE > -PENDING_TILE:
-            keys, later = pending_keys(
-                s_records.index(tile), s_norms, tile * PENDING_TILE, first - tile * PENDING_TILE, later, bias, rate,
-                bound, BOUNDED,
-            )  # fmt: skip
+    for tile in gl.static_range(len(s_records)):
+        if pending > tile * PENDING_TILE:
+            keys, later = pending_keys(s_records[tile], s_norms, s_factors, tile, pending, later, bias, rate, BOUNDED)
             barrier()
-            key_tile(s_records.index(tile)).store(keys)
+            key_tile(s_records[tile]).store(keys)
     return later
 
 
 @gluon.jit
 def key_tile(s_records):
     """Memory of a tile of records for its keys [warps, channels, records] in float32: they need no more."""
-    s_first = s_records.slice(0, PENDING_TILE // key_step(s_records.dtype))
-    return s_first._reinterpret(gl.float32, [WARPS, 32, PENDING_TILE], BY_WARP_CHANNEL)
+    RECORDS: gl.constexpr = s_records.shape[0]
+    s_first = s_records.slice(0, RECORDS // key_step(s_records.dtype))
+    return s_first._reinterpret(gl.float32, [WARPS, 32, RECORDS], BY_WARP_CHANNEL)
 
 
 @gluon.jit
 def key_products(s_keys, f_high, f_low, COLUMNS: gl.constexpr):
     """C [COLUMNS, records] = F kp^T in shared memory: each warp takes its own 32 channels, then shares are added up."""
+    RECORDS: gl.constexpr = s_keys.shape[2]
     high, low = truncated_parts(s_keys.load(gl.DotOperandLayout(1, BY_WARP, 1)))
-    zeros = gl.zeros([WARPS, COLUMNS, PENDING_TILE], gl.float32, BY_WARP)
+    zeros = gl.zeros([WARPS, COLUMNS, RECORDS], gl.float32, BY_WARP)
     small = mma_v2(f_high, low, mma_v2(f_low, high, zeros, "tf32"), "tf32")
     shares = mma_v2(f_high, high, zeros, "tf32") + small
     s_shares = gl.allocate_shared_memory(
-        gl.float32, [WARPS, COLUMNS, PENDING_TILE], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]), shares
+        gl.float32, [WARPS, COLUMNS, RECORDS], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]), shares
     )
-    s_warps = s_shares._reinterpret(gl.float32, [WARPS, COLUMNS, PENDING_TILE], ROWS)
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
+    s_warps = s_shares._reinterpret(gl.float32, [WARPS, COLUMNS, RECORDS], ROWS)
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [64 // RECORDS, RECORDS // 2], [4, 1], [1, 0])
     c = s_warps.index(0).load(PAIRS)
     for warp in gl.static_range(1, WARPS):
         c = c + s_warps.index(warp).load(PAIRS)
-    return gl.allocate_shared_memory(gl.float32, [COLUMNS, PENDING_TILE], gl.SwizzledSharedLayout(4, 2, 4, [1, 0]), c)
+    if RECORDS == 8:
+        c = gl.reshape(gl.permute(gl.join(c, gl.zeros_like(c)), (0, 2, 1)), [COLUMNS, 16])
+    return gl.allocate_shared_memory(gl.float32, [COLUMNS, 16], gl.SwizzledSharedLayout(4, 2, 4, [1, 0]), c)
 
 
 @gluon.jit
@@ -346,7 +357,7 @@ def add_pending(product, s_keys, s_u, f_high, f_low, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def add_state32(product, low, s_state, s_f, COLUMNS: gl.constexpr):
+def add_state32(product, low, s_state, s_f):
     """product + S F^T for 32 channels of a float32 state; the small parts gather in ``low``."""
     f_high, f_low = rounded_parts(s_f.load(gl.DotOperandLayout(1, PRODUCT, 1)))
     s_high, s_low = truncated_parts(s_state.load(gl.DotOperandLayout(0, PRODUCT, 1)))
@@ -365,15 +376,25 @@ def bfloat16_head(x):
 
 
 @gluon.jit
-def add_state16(product, low, s_state, s_f, COLUMNS: gl.constexpr):
-    """The same for 32 channels of a bfloat16 state, which is exact: F alone is split, into three, without loss."""
-    f1, rest = bfloat16_head(s_f.load(gl.DotOperandLayout(1, PRODUCT, 2)))
-    f2, rest = bfloat16_head(rest)
-    f3, _ = bfloat16_head(rest)
+def shared_parts(matrix):
+    """A matrix [K, COLUMNS] as a sum of three in bfloat16 without loss, each in shared memory."""
+    COLUMNS: gl.constexpr = matrix.shape[1]
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // COLUMNS, COLUMNS // 8, [1, 0])
+    parts = ()
+    for _ in gl.static_range(3):
+        head, matrix = bfloat16_head(matrix)
+        parts = parts + (gl.allocate_shared_memory(gl.bfloat16, matrix.shape, LAYOUT, head),)
+    return parts
+
+
+@gluon.jit
+def add_state16(product, low, s_state, s_f, FIRST: gl.constexpr):
+    """The same for 32 channels, from FIRST on, of a bfloat16 state, which is exact; F as ``shared_parts`` has it."""
+    B: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
     state = s_state.load(gl.DotOperandLayout(0, PRODUCT, 2))
-    low = mma_v2(state, f3, low)
-    low = mma_v2(state, f2, low)
-    large = mma_v2(state, f1, gl.zeros(product.shape, gl.float32, PRODUCT))
+    low = mma_v2(state, s_f[2].slice(FIRST, 32).load(B), low)
+    low = mma_v2(state, s_f[1].slice(FIRST, 32).load(B), low)
+    large = mma_v2(state, s_f[0].slice(FIRST, 32).load(B), gl.zeros(product.shape, gl.float32, PRODUCT))
     return product + large, low
 
 
@@ -443,28 +464,37 @@ def substituted(product, values, s_strength, sums, T: gl.constexpr, COLUMNS: gl.
         gl.float32, product.shape, gl.SwizzledSharedLayout(4, 32 // COLUMNS, COLUMNS // 4, [1, 0]), product
     )
     p = columns_of(s_product.load(gl.BlockedLayout([1, COLUMNS], [32, 1], [4, 1], [1, 0])), COLUMNS)
-    s_strengths = s_strength._reinterpret(gl.float32, [s_strength.shape[0], 1], FLAT)
+    from_keys = p[: COLUMNS // 2]
+    from_queries = p[COLUMNS // 2 :]
+    strengths = scalars(s_strength, s_strength.shape[0])
+    norms = scalars(sums[pair_batches(T)], 16)
+    if T > 8:
+        norms = norms + scalars(sums[pair_batches(T) + 1], 16)
     corrections = ()
-    normed = ()
     outputs = ()
+    pairs = ()  # a batch at a time takes few registers
     for t in gl.static_range(T):
-        key_norm = scalar(sums, norm_sum(t, T))
-        from_key = p[t]
-        from_query = p[COLUMNS // 2 + t]
-        for earlier in gl.static_range(t):
-            from_key = from_key + normed[earlier] * scalar(sums, key_sum(earlier, t, T))
-            from_query = from_query + normed[earlier] * scalar(sums, query_sum(earlier, t, T))
-        u = s_strengths.index(t).load(LINE) * (values[t] - key_norm * from_key)
+        for batch in gl.static_range((pairs_before(t, T) + 15) // 16, (pairs_before(t + 1, T) + 15) // 16):
+            pairs = pairs + scalars(sums[batch], 16)
+        u = strengths[t] * (values[t] - norms[t] * from_keys[0])
+        normed = u * norms[t]
         corrections = corrections + (u,)
-        normed = normed + (u * key_norm,)
-        from_query = from_query + normed[t] * scalar(sums, query_sum(t, t, T))
-        outputs = outputs + (from_query * scalar(sums, norm_sum(T + t, T)),)
+        outputs = outputs + ((from_queries[0] + normed * pairs[0]) * norms[T + t],)
+        later_keys = ()
+        later_queries = ()
+        for s in gl.static_range(1, T - t):
+            later_keys = later_keys + (from_keys[s] + normed * pairs[2 * s - 1],)
+            later_queries = later_queries + (from_queries[s] + normed * pairs[2 * s],)
+        from_keys = later_keys
+        from_queries = later_queries
+        pairs = pairs[2 * (T - t) - 1 :]
     return corrections, outputs
 
 
 # Whatever changes from call to call is not specialised on, and beta and outputs come as addresses with a flag for their
-# dtype: a capture must find every variant compiled, and each takes seconds. qkv, gate and the rings are multiples of 16
-# bytes; strides of the window and the outputs count 16 bytes.
+# dtype: a capture must find every variant compiled, and each takes seconds. An address is int64 even if the first one
+# fits into 32 bits. qkv, gate and the rings are multiples of 16 bytes; strides of the window and the outputs count 16
+# bytes.
 @gluon.jit(
     do_not_specialize=[
         "is_chained",
@@ -500,10 +530,10 @@ def verify_kernel(
     qkv_stride,
     p_gate,
     gate_stride,
-    beta,
+    beta: gl.int64,
     beta_stride,
     beta_is_wide,
-    out,
+    out: gl.int64,
     out_stride,
     out_is_wide,
     d_state,
@@ -529,20 +559,24 @@ def verify_kernel(
     R: gl.constexpr,
     W: gl.constexpr,
     BIAS: gl.constexpr,
+    WIDE_TAPS: gl.constexpr,
     BOUNDED: gl.constexpr,
     FOLDS: gl.constexpr,
     CAPACITY: gl.constexpr,
+    SECOND: gl.constexpr,
     EARLY: gl.constexpr,
+    BUFFERS: gl.constexpr,
     AT_ONCE: gl.constexpr,
 ):
     """Grid: (rows + 1) x H x V / BV, in one dimension. Row num_rows stands for the tokens of no row: zero output.
 
     is_chained: the launch before this one is a verify of the same step, which changes nothing that is read before the
     wait. qkv [tokens, C] as the conv takes it, or behind it when W = 0; gate [tokens, H, K], beta [tokens, H], out
-    [tokens, H, V]; d_state describes this layer's states as [slots, H V, K]. FOLDS: pending records are folded into the
-    checkpoint in the same pass, CAPACITY of them at most, a power of two. EARLY: chunks of the state (128 bytes of
-    channels each) that have memory of their own; the others come when there is room. AT_ONCE: the early ones are asked
-    for before the wait.
+    [tokens, H, V]; d_state describes this layer's states as [slots, H V, K]. WIDE_TAPS: taps of a channel are aligned
+    to all their bytes. FOLDS: pending records are folded into the checkpoint in the same pass, CAPACITY of them
+    at most, a power of two. SECOND: 0, 8 or 16 older records that have memory beside the newest 16. EARLY: chunks of
+    the state (128 bytes of channels each) that have memory of their own; more, up to BUFFERS, come once pending records
+    are used, the rest in place of the first. AT_ONCE: the early ones are asked for before the wait.
     """
     v_blocks: gl.constexpr = V // BV
     v_block = gl.program_id(0) % v_blocks
@@ -598,16 +632,22 @@ def verify_kernel(
     p_key_gate += head_row * (R * 2 * K)
     p_inv_norm += head_row * R
     entry = checkpoint_len % R
-    first = pending - PENDING_TILE
-    TILES: gl.constexpr = 1 if R <= PENDING_TILE else 2  # of pending records, on their way at a time
     U_LAYOUT: gl.constexpr = ROWS if FOLDS else gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-    s_records = gl.allocate_shared_memory(ACTIVATION, [TILES, PENDING_TILE, 2 * K], ROWS)
-    s_u = gl.allocate_shared_memory(gl.float32, [TILES, PENDING_TILE, BV], U_LAYOUT)
-    fetch_pending(s_records, s_u, 0, p_key_gate, p_u, entry, first, V, R)
-    if TILES == 2:
-        if first > 0:
-            fetch_pending(s_records, s_u, 1, p_key_gate, p_u, entry, first - PENDING_TILE, V, R)
-    norms = pending_norms(p_inv_norm, entry, first, TILES, R)
+    TILES: gl.constexpr = 1 if SECOND == 0 else 2
+    # The older tile comes first. A product takes sixteen records: if it has eight, it is read with the newer one's
+    # first eight, which meet zeros.
+    s_u_blocks = gl.allocate_shared_memory(gl.float32, [(PENDING_TILE + SECOND) // 8, 8, BV], U_LAYOUT)
+    s_u = ()
+    s_records = ()
+    for tile in gl.static_range(TILES):
+        s_records = s_records + (
+            gl.allocate_shared_memory(ACTIVATION, [SECOND if tile else PENDING_TILE, 2 * K], ROWS),
+        )
+        s_block = s_u_blocks.index(0 if tile else SECOND // 8)
+        s_u = s_u + (s_block._reinterpret(gl.float32, [PENDING_TILE, BV], U_LAYOUT),)
+        if pending > tile * PENDING_TILE:
+            s_rows = s_block._reinterpret(gl.float32, [SECOND if tile else PENDING_TILE, BV], U_LAYOUT)
+            fetch_pending(s_records[tile], s_rows, p_key_gate, p_u, entry, pending - tile * PENDING_TILE, V, R)
     if FOLDS:
         if CAPACITY > PENDING_TILE:
             s_fold_records = gl.allocate_shared_memory(ACTIVATION, [CAPACITY, 2 * K], ROWS)
@@ -620,14 +660,12 @@ def verify_kernel(
     rate = gl.exp(gl.load(p_a_log + head).to(gl.float32)) * LOG2_E
     bias = gl.load(p_dt_bias + head * K + channel).to(gl.float32)
     bound = lower_bound * LOG2_E
-    s_inv_norms = gl.allocate_shared_memory(gl.float32, [TILES * PENDING_TILE], FLAT, norms)
-    s_norms = s_inv_norms._reinterpret(gl.float32, [TILES * PENDING_TILE, 1], FLAT)
+    factor = decay_factor(rate, bound, BOUNDED)
+    s_norms, s_factors = pending_factors(p_inv_norm, entry, pending, factor, SECOND, R)
     if W > 0:
-        q_taps, q_bias = load_taps(p_weight + head * (K * W), p_conv_bias + head * K, channel, W, BIAS)
-        k_taps, k_bias = load_taps(p_weight + (H + head) * (K * W), p_conv_bias + (H + head) * K, channel, W, BIAS)
-        v_taps, v_bias = load_taps(
-            p_weight + (2 * H * K + head * V) * W, p_conv_bias + 2 * H * K + head * V, o_v, W, BIAS
-        )
+        q_taps, q_bias = load_taps(p_weight, p_conv_bias, head * K, K, W, BIAS, WIDE_TAPS)
+        k_taps, k_bias = load_taps(p_weight, p_conv_bias, (H + head) * K, K, W, BIAS, WIDE_TAPS)
+        v_taps, v_bias = load_taps(p_weight, p_conv_bias, 2 * H * K + v_row, BV, W, BIAS, WIDE_TAPS)
         C: gl.constexpr = H * (2 * K + V)
         RING: gl.constexpr = W - 1 + T
         p_ring += record_row.to(gl.int64) * (RING * C)
@@ -642,7 +680,7 @@ def verify_kernel(
     if AT_ONCE and not FOLDS:
         async_copy.wait_group(0)
         barrier()
-        later = early_keys(s_records, s_norms, first, bias, rate, bound, TILES, BOUNDED)
+        later = early_keys(s_records, s_norms, s_factors, pending, bias, rate, BOUNDED)
     gdc_wait()
     gdc_launch_dependents()
 
@@ -667,7 +705,7 @@ def verify_kernel(
     if not AT_ONCE and not FOLDS:
         async_copy.wait_group(1)
         barrier()
-        later = early_keys(s_records, s_norms, first, bias, rate, bound, TILES, BOUNDED)
+        later = early_keys(s_records, s_norms, s_factors, pending, bias, rate, BOUNDED)
     async_copy.wait_group(0)
     barrier()
 
@@ -725,58 +763,60 @@ def verify_kernel(
             gl.reshape(stacked(f, COLUMNS), [WARPS, 32, COLUMNS]),
         )  # fmt: skip
         f_high, f_low = rounded_parts(s_by_warp.permute([0, 2, 1]).load(gl.DotOperandLayout(0, BY_WARP, 1)))
-        num_tiles = (pending + PENDING_TILE - 1) // PENDING_TILE
-        for tile in range(gl.minimum(num_tiles, TILES)):
-            if FOLDS:
-                # The fold needs the records as they are, so these keys get memory of their own.
-                decayed, later = pending_keys(
-                    s_records.index(tile), s_norms, tile * PENDING_TILE, first, later, bias, rate, bound, BOUNDED
-                )
-                s_keys = gl.allocate_shared_memory(gl.float32, decayed.shape, BY_WARP_CHANNEL, decayed)
-                product = add_pending(product, s_keys, s_u.index(tile), f_high, f_low, COLUMNS)
-            else:
-                s_keys = key_tile(s_records.index(tile))
-                product = add_pending(product, s_keys, s_u.index(tile), f_high, f_low, COLUMNS)
-            first -= PENDING_TILE
-        if R > TILES * PENDING_TILE:  # tiles that had no memory so far
-            for _tile in range(TILES, num_tiles):
+        for tile in gl.static_range(TILES):
+            if pending > tile * PENDING_TILE:
+                if FOLDS:
+                    # The fold needs the records as they are, so these keys get memory of their own.
+                    decayed, later = pending_keys(
+                        s_records[tile], s_norms, s_factors, tile, pending, later, bias, rate, BOUNDED
+                    )
+                    s_keys = gl.allocate_shared_memory(gl.float32, decayed.shape, BY_WARP_CHANNEL, decayed)
+                else:
+                    s_keys = key_tile(s_records[tile])
+                product = add_pending(product, s_keys, s_u[tile], f_high, f_low, COLUMNS)
+        if R > 2 * PENDING_TILE:  # tiles that had no memory so far
+            for turn in range(TILES, (pending + PENDING_TILE - 1) // PENDING_TILE):
+                older = pending - turn * PENDING_TILE
                 barrier()
-                fetch_pending(s_records, s_u, 0, p_key_gate, p_u, entry, first, V, R)
+                fetch_pending(s_records[0], s_u[0], p_key_gate, p_u, entry, older, V, R)
                 async_copy.commit_group()
-                s_inv_norms.store(pending_norms(p_inv_norm, entry, first, TILES, R))
+                s_older_norms, s_older_factors = pending_factors(p_inv_norm, entry, older, factor, 0, R)
                 async_copy.wait_group(0)
                 barrier()
-                decayed, later = pending_keys(s_records.index(0), s_norms, 0, first, later, bias, rate, bound, BOUNDED)
+                decayed, later = pending_keys(
+                    s_records[0], s_older_norms, s_older_factors, 0, older, later, bias, rate, BOUNDED
+                )
                 barrier()
-                s_keys = key_tile(s_records.index(0))
+                s_keys = key_tile(s_records[0])
                 s_keys.store(decayed)
-                product = add_pending(product, s_keys, s_u.index(0), f_high, f_low, COLUMNS)
-                first -= PENDING_TILE
+                product = add_pending(product, s_keys, s_u[0], f_high, f_low, COLUMNS)
     if FOLDS:
         if CAPACITY > PENDING_TILE:
             s_fold_norms = gl.allocate_shared_memory(gl.float32, [CAPACITY], FLAT, fold_norms)
         else:
-            s_fold_records = s_records.index(0)
-            s_fold_u = s_u.index(0)
-            s_fold_norms = s_inv_norms
+            s_fold_records = s_records[0]
+            s_fold_u = s_u[0]
+            s_fold_norms = s_norms
         fold_decay = decayed_keys(s_fold_records, s_fold_norms, s_fold_records, pending, bias, rate, bound, BOUNDED)
         s_decay = gl.allocate_shared_memory(gl.float32, [K], FLAT, fold_decay)
-    if EARLY < CHUNKS and not FOLDS:  # into the memory of the pending records
+    if EARLY < BUFFERS:  # into the memory of the pending records
         barrier()
         fence_async_shared()
-        for c in gl.static_range(EARLY, CHUNKS):
+        for c in gl.static_range(EARLY, BUFFERS):
             s_chunks = s_chunks + (gl.allocate_shared_memory(STATE, [1, BV, CHUNK], d_state.layout),)
             tma.async_copy_global_to_shared(d_state, [slot, v_row, c * CHUNK], s_arrived.index(c), s_chunks[c])
-    s_f = gl.allocate_shared_memory(
-        gl.float32, [K, COLUMNS], BY_CHANNEL, stacked(scaled(f, whole_exp2(later)), COLUMNS)
-    )
+    matrix = stacked(scaled(f, whole_exp2(later)), COLUMNS)
+    if itemsize(STATE) == 4:
+        s_f = gl.allocate_shared_memory(gl.float32, [K, COLUMNS], BY_CHANNEL, matrix)
+    else:
+        s_f = shared_parts(matrix)
 
     # -- the state's part, as it arrives
 
     low = gl.zeros([BV, COLUMNS], gl.float32, PRODUCT)
     for c in gl.static_range(CHUNKS):
         mbarrier.wait(s_arrived.index(c), 0)
-        s_state = s_chunks[c % len(s_chunks)]._reinterpret(
+        s_state = s_chunks[c % BUFFERS]._reinterpret(
             STATE, [BV, CHUNK], gl.NVMMASharedLayout(128, 8 * itemsize(STATE), 2)
         )
         if FOLDS:
@@ -784,17 +824,15 @@ def verify_kernel(
                 p_chunk = p_state + slot.to(gl.int64) * slot_stride + v_row * K + c * CHUNK
                 fold_chunk(s_state, s_decay, s_fold_records, s_fold_u, p_chunk, c, pending, key_step(ACTIVATION))
         if itemsize(STATE) == 4:
-            product, low = add_state32(product, low, s_state, s_f.slice(c * CHUNK, CHUNK, dim=0), COLUMNS)
+            product, low = add_state32(product, low, s_state, s_f.slice(c * CHUNK, CHUNK))
         else:
             for i in gl.static_range(CHUNK // 32):
-                product, low = add_state16(
-                    product, low, s_state.slice(i * 32, 32, dim=1), s_f.slice(c * CHUNK + i * 32, 32, dim=0), COLUMNS
-                )
-        if c + len(s_chunks) < CHUNKS:  # its buffer takes another chunk
+                product, low = add_state16(product, low, s_state.slice(i * 32, 32, dim=1), s_f, c * CHUNK + i * 32)
+        if c + BUFFERS < CHUNKS:  # its buffer takes another chunk
             barrier()
             fence_async_shared()
             tma.async_copy_global_to_shared(
-                d_state, [slot, v_row, (c + EARLY) * CHUNK], s_arrived.index(c + EARLY), s_chunks[c]
+                d_state, [slot, v_row, (c + BUFFERS) * CHUNK], s_arrived.index(c + BUFFERS), s_chunks[c % BUFFERS]
             )
 
     corrections, outputs = substituted(product + low, values, s_strength, sums, T, COLUMNS)

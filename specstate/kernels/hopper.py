@@ -15,15 +15,15 @@ from triton.runtime import driver
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError
 from specstate.kernels import rows as at
-from specstate.kernels.arena import Allocator, TorchAllocator
+from specstate.kernels.arena import Allocator
 from specstate.kernels.cursors import BlockTable, StepTensors
 from specstate.kernels.gluon_fold import fold_kernel
 from specstate.kernels.gluon_verify import verify_kernel
 from specstate.kernels.hopper_constants import (
     CHUNK_BYTES,
     NUM_WARPS,
-    PROGRAMS,
     fold_constants,
+    fold_programs,
     verify_constants,
     verify_options,
 )
@@ -75,7 +75,7 @@ class HopperKernels(PortableKernels):
         if refusal is not None:
             raise SpecStateError(f"path 'hopper': {refusal}")
         self._device_index = storage.cursors.device.index
-        self._fold_programs = PROGRAMS * _num_multiprocessors(storage.cursors.device)
+        self._fold_programs = fold_programs(config) * _num_multiprocessors(storage.cursors.device)
         self._compiled: dict[Any, Any] = {}
         self._last: tuple[StepTensors, int] | None = None
         super().__init__(config, params, storage)
@@ -84,6 +84,8 @@ class HopperKernels(PortableKernels):
         super().bind(params)
         self._last = None
         self._compiled.clear()
+        # Whatever a constant says must hold for all layers: they share what is compiled.
+        self._wide_taps = all(_has_wide_taps(each.conv_weight) for each in params)
         layers = range(self.config.num_layers)
         self._fixed = {
             tile: [self._fixed_arguments(tile, layer) for layer in layers] for tile in self._tiles.all_verify
@@ -100,27 +102,16 @@ class HopperKernels(PortableKernels):
     def warmup(self) -> None:
         super().warmup()
         # That met the tiles of a small step. A window that is not aligned runs on the portable kernels.
-        spec, device = self.config.layer, self.storage.cursors.device
-        activation = self.storage.layers[0].record_key_gate.dtype
-
-        def zeros(*shape: int, dtype: torch.dtype = activation) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        staged = torch.zeros(at.STAGED_COLUMNS + 2, dtype=torch.int32, device=device)
-        staged[at.RECORD_ROW], staged[at.QUERY_LEN], staged[-1] = -1, 1, 1
-        step = self.begin(staged, 1, 1, 1, TorchAllocator(device))
-        qkv, beta = zeros(1, spec.conv_channels), zeros(1, spec.num_heads)
-        out = zeros(1, spec.num_heads, spec.head_v_dim)
-        for tile, dtype in product(self._tiles.all_verify, {activation, torch.float32}):
-            gate = zeros(1, spec.num_heads, spec.head_k_dim, dtype=dtype)
-            window = qkv, gate, beta, out
-            addresses = qkv.data_ptr(), gate.data_ptr(), beta.data_ptr(), out.data_ptr()
-            self._launch_verify(tile, step, 0, (qkv, gate), addresses, self.layout(*window))
-        for dtypes in product((activation, torch.float32), repeat=3):
-            raw_gate = zeros(1, spec.num_heads, spec.head_k_dim, dtype=dtypes[0])
-            super().verify(step, 0, qkv, raw_gate, beta.to(dtypes[1]), out.to(dtypes[2]))
+        step, activation = self._dummy_step(), self._activation
+        for tile, gate in product(self._tiles.all_verify, {activation, torch.float32}):
+            window = self._dummy_window(gate, activation, activation)
+            qkv, raw_gate, raw_beta, out = window
+            addresses = qkv.data_ptr(), raw_gate.data_ptr(), raw_beta.data_ptr(), out.data_ptr()
+            self._launch_verify(tile, step, 0, (qkv, raw_gate), addresses, self.layout(*window))
+        for dtypes in product({activation, torch.float32}, repeat=3):
+            super().verify(step, 0, *self._dummy_window(*dtypes))
         for block in self._tiles.all_folds:
-            self._launch_fold(block, zeros(1, at.PLAN_COLUMNS, dtype=torch.int32), 0, 1)
+            self._launch_fold(block, self._zeros(1, at.PLAN_COLUMNS, dtype=torch.int32), 0, 1)
 
     # -- a step
 
@@ -232,7 +223,8 @@ class HopperKernels(PortableKernels):
         """What every verify of a layer hands to the kernel."""
         views, params = self.storage.layers[layer], self.params[layer]
         nothing, conv = views.record_key_gate, views.conv
-        constants = verify_constants(self.config, tile) | {"BIAS": params.conv_bias is not None}
+        given = {"BIAS": params.conv_bias is not None, "WIDE_TAPS": self._wide_taps}
+        constants = verify_constants(self.config, tile) | given
         tensors = (
             self._descriptor(layer, tile.block_v),
             views.recurrent,
@@ -305,3 +297,10 @@ class HopperKernels(PortableKernels):
 
 def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _has_wide_taps(weight: torch.Tensor | None) -> bool:
+    """The taps [W] of every channel may be loaded together, as 2 to 16 bytes."""
+    if weight is None or weight.shape[1] not in (2, 4):
+        return False
+    return weight.data_ptr() % (weight.shape[1] * weight.element_size()) == 0

@@ -1,6 +1,6 @@
 """What the Hopper kernels are compiled with for a config: constants, and how many programs share a multiprocessor."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from specstate.config import StateConfig
 from specstate.kernels.tiles import VerifyTile
@@ -9,20 +9,56 @@ from specstate.validation import DTYPES
 #: Bytes of a row of a state chunk, the widest that TMA swizzles.
 CHUNK_BYTES = 128
 
-#: Programs of the verify and of the fold on a multiprocessor: as many as shared memory lets run.
-PROGRAMS = 3
-
 #: One thread a channel.
 NUM_WARPS = 4
 
+#: Of a multiprocessor: its shared memory, what each program takes beside its own, registers of 32 bits. Source: NVIDIA,
+#: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", 9.0.
+SHARED_BYTES, RESERVED_BYTES, REGISTERS = 228 * 1024, 1024, 65536
 
-def early_chunks(config: StateConfig, tile: VerifyTile) -> int:
-    """Chunks of a program's states that have shared memory of their own, so that PROGRAMS of them fit."""
-    chunks = config.layer.head_k_dim * DTYPES[config.checkpoint_dtype].itemsize // CHUNK_BYTES
-    if chunks < 4 or tile.block_v < 128:
-        return chunks
-    # More than 32 records to fold leave no room for a third.
-    return 3 if config.folds_in_verify and fold_capacity(config) <= 32 else 2
+#: Rows of V that a fold takes at a time, and how many times as many are on their way.
+FOLD_BLOCK, FOLD_BUFFERS = 32, 2
+
+#: Pending records that the verify takes at a time, and what a program needs besides what is counted here.
+PENDING_TILE, SMALL_BYTES = 16, 768
+
+
+class StateBuffers(NamedTuple):
+    """Chunks of a program's states that find room in shared memory."""
+
+    early: int
+    """From the beginning."""
+    total: int
+    """Once the pending records are used; with FOLDS no more than at first."""
+
+
+def state_buffers(config: StateConfig, tile: VerifyTile) -> StateBuffers:
+    """As many as let ``tile.programs`` share a multiprocessor, as the kernel's stages take its memory."""
+    spec, block_v = config.layer, tile.block_v
+    item = DTYPES[config.activation_dtype].itemsize
+    window = 8 if config.max_query_len <= 8 else 16
+    vector = 4 * spec.head_k_dim
+    pending = PENDING_TILE + second_tile(config)
+    if config.folds_in_verify and fold_capacity(config) > PENDING_TILE:
+        pending += fold_capacity(config)  # as they are, for the fold
+    records = pending * (2 * spec.head_k_dim * item + 4 * block_v)
+    inputs = window * (3 * spec.head_k_dim + block_v + (spec.head_k_dim if spec.conv_kernel_size else 0)) * item
+    is_wide = config.checkpoint_dtype == "float32"
+    matrix = 2 * window * (vector if is_wide else 3 * vector // 2)  # F, or its three parts in bfloat16
+    while_pending = records + max(inputs, 2 * window * vector)
+    room = SHARED_BYTES // tile.programs - RESERVED_BYTES - SMALL_BYTES
+    chunk, chunks = block_v * CHUNK_BYTES, spec.head_k_dim * DTYPES[config.checkpoint_dtype].itemsize // CHUNK_BYTES
+    early = (room - while_pending) // chunk
+    later = (room - matrix - (records if config.folds_in_verify else 0)) // chunk
+    if config.folds_in_verify:
+        early = later = min(early, later)
+    return StateBuffers(max(1, min(early, later, chunks)), max(1, min(later, chunks)))
+
+
+def second_tile(config: StateConfig) -> int:
+    """Pending records that have memory beside the newest PENDING_TILE."""
+    most = config.record_capacity if config.folds_in_verify else config.most_pending
+    return min(PENDING_TILE, max(0, -(-(most - PENDING_TILE) // 8) * 8))
 
 
 def fold_capacity(config: StateConfig) -> int:
@@ -32,7 +68,7 @@ def fold_capacity(config: StateConfig) -> int:
 
 def verify_constants(config: StateConfig, tile: VerifyTile) -> dict[str, Any]:
     """Constants of the verify kernel; BIAS, whether the conv has one, the parameters say."""
-    spec = config.layer
+    spec, buffers = config.layer, state_buffers(config, tile)
     return {
         "H": spec.num_heads,
         "V": spec.head_v_dim,
@@ -43,14 +79,26 @@ def verify_constants(config: StateConfig, tile: VerifyTile) -> dict[str, Any]:
         "BOUNDED": spec.gate_lower_bound is not None,
         "FOLDS": config.folds_in_verify,
         "CAPACITY": fold_capacity(config) if config.folds_in_verify else 16,  # which nothing reads then
-        "EARLY": early_chunks(config, tile),
+        "SECOND": second_tile(config),
+        "EARLY": buffers.early,
+        "BUFFERS": buffers.total,
         "AT_ONCE": tile.at_once,
     }
 
 
 def verify_options(tile: VerifyTile) -> dict[str, Any]:
-    """How the verify kernel is compiled and launched."""
-    return {"num_warps": NUM_WARPS, "maxnreg": tile.registers, "launch_pdl": True}
+    """How the verify kernel is compiled and launched: registers come in eights, 255 at most."""
+    registers = min(255, REGISTERS // (tile.programs * 32 * NUM_WARPS) // 8 * 8)
+    return {"num_warps": NUM_WARPS, "maxnreg": registers, "launch_pdl": True}
+
+
+def fold_programs(config: StateConfig) -> int:
+    """Programs of the fold that share a multiprocessor: as many as its memory takes, and registers allow."""
+    spec, capacity = config.layer, fold_capacity(config)
+    item, state = DTYPES[config.activation_dtype].itemsize, DTYPES[config.checkpoint_dtype].itemsize
+    records = capacity * (2 * spec.head_k_dim * item + 4 * min(128, spec.head_v_dim))
+    blocks = FOLD_BUFFERS * FOLD_BLOCK * spec.head_k_dim * state
+    return max(1, min(4, SHARED_BYTES // (records + blocks + SMALL_BYTES + RESERVED_BYTES)))
 
 
 def fold_constants(config: StateConfig, block_v: int) -> dict[str, Any]:

@@ -73,38 +73,52 @@ class PortableKernels:
 
     def warmup(self) -> None:
         """Launches every variant once, over a step of one dummy row and one token: nothing but scratch is touched."""
-        spec, device = self.config.layer, self.storage.cursors.device
-        activation = self.storage.layers[0].record_key_gate.dtype
-        staged = torch.zeros(at.STAGED_COLUMNS + 2, dtype=torch.int32, device=device)
-        staged[at.RECORD_ROW], staged[at.QUERY_LEN], staged[-1] = -1, 1, 1
-        step = self.begin(staged, 1, 1, 1, TorchAllocator(device))
+        step = self._dummy_step()
         steps = [step]
         if self.config.block_size is not None:
-            blocks = BlockTable(staged.new_zeros(2, 2), staged.new_zeros(2))
-            steps.append(self.begin(staged, 1, 1, 1, TorchAllocator(device), blocks))
+            slots, positions = (self._zeros(*shape, dtype=torch.int32) for shape in ((2, 2), (2,)))
+            steps.append(self._dummy_step(BlockTable(slots, positions)))
         self.refresh(step)
-        wide = (torch.float32,) if activation is torch.float32 else (activation, torch.float32)
-
-        def zeros(*shape: int, dtype: torch.dtype = activation) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        qkv = zeros(1, spec.conv_channels)
-        for gate, beta, out in product(wide, repeat=3):
-            raw_gate = zeros(1, spec.num_heads, spec.head_k_dim, dtype=gate)
-            raw_beta = zeros(1, spec.num_heads, dtype=beta)
-            self.verify(step, 0, qkv, raw_gate, raw_beta, zeros(1, spec.num_heads, spec.head_v_dim, dtype=out))
-        key = zeros(1, spec.num_heads, spec.head_k_dim)
-        u = zeros(1, spec.num_heads, spec.head_v_dim, dtype=torch.float32)
+        activation = self._activation
+        for dtypes in product({activation, torch.float32}, repeat=3):
+            self.verify(step, 0, *self._dummy_window(*dtypes))
+        qkv, key, _, u = self._dummy_window(activation, activation, torch.float32)
         self.write_records(step, 0, u, key, key, qkv if self._history else None)
         floats = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-        for logits, ids, probs in product(floats, (torch.int32, torch.int64), (None, zeros(1, 2, dtype=torch.float32))):
-            self.sample(step, zeros(1, 2, dtype=logits), zeros(1, dtype=ids), probs)
-        mask = zeros(1, dtype=torch.bool)
+        probs = (None, self._zeros(1, 2, dtype=torch.float32))
+        for logits, ids, given in product(floats, (torch.int32, torch.int64), probs):
+            self.sample(step, self._zeros(1, 2, dtype=logits), self._zeros(1, dtype=ids), given)
+        mask = self._zeros(1, dtype=torch.bool)
         folds: tuple[torch.Tensor | bool, ...] = (True, False, mask)
         for each, counts, fold, finished in product(steps, (torch.int32, torch.int64), folds, (None, mask)):
-            self.end(each, zeros(1, dtype=counts), fold, finished)
+            self.end(each, self._zeros(1, dtype=counts), fold, finished)
         self.cancel(step, [0])
         self.flush(step)
+
+    @property
+    def _activation(self) -> torch.dtype:
+        return self.storage.layers[0].record_key_gate.dtype
+
+    def _zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.storage.cursors.device)
+
+    def _dummy_step(self, blocks: BlockTable | None = None) -> StepTensors:
+        """Of one row without records, and one token."""
+        staged = self._zeros(at.STAGED_COLUMNS + 2, dtype=torch.int32)
+        staged[at.RECORD_ROW], staged[at.QUERY_LEN], staged[-1] = -1, 1, 1
+        return self.begin(staged, 1, 1, 1, TorchAllocator(staged.device), blocks)
+
+    def _dummy_window(
+        self, gate: torch.dtype, beta: torch.dtype, out: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """qkv, raw gate and raw beta of one token, and where its output goes."""
+        spec = self.config.layer
+        return (
+            self._zeros(1, spec.conv_channels, dtype=self._activation),
+            self._zeros(1, spec.num_heads, spec.head_k_dim, dtype=gate),
+            self._zeros(1, spec.num_heads, dtype=beta),
+            self._zeros(1, spec.num_heads, spec.head_v_dim, dtype=out),
+        )
 
     # -- a step
 

@@ -26,6 +26,7 @@ VARIABLE = "SPECSTATE_TILES"
 MOST_RECORDS_OF_WIDE_FOLDS = 32
 
 Count = Annotated[int, Field(ge=1)]
+Programs = Literal[2, 3, 4]
 Microseconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
@@ -40,6 +41,7 @@ class VerifyTiming(_Frozen):
     num_heads: Count
     block_v: Count
     at_once: bool
+    programs: Programs
     us: Microseconds
     """A layer."""
 
@@ -59,6 +61,8 @@ class VerifyRule(_Frozen):
 
     head_v_dim: Count | None = None
     checkpoint_dtype: CheckpointDtype | None = None
+    folds_in_verify: bool | None = None
+    """True: for fold policy "deferred" alone; False: for the others."""
     most_query_len: Count | None = None
     """T of the config, at most."""
     most_row_heads: Count | None = None
@@ -67,8 +71,8 @@ class VerifyRule(_Frozen):
     """Rows of V a program."""
     at_once: bool
     """The whole state is asked for before the window's inputs."""
-    registers: Annotated[int, Field(ge=32, le=255)]
-    """Most a thread may have."""
+    programs: Programs
+    """How many share a multiprocessor, its registers and shared memory."""
     timings: tuple[VerifyTiming, ...] = ()
 
     @model_validator(mode="after")
@@ -82,6 +86,7 @@ class VerifyRule(_Frozen):
         return (
             self.head_v_dim in (None, v_dim)
             and self.checkpoint_dtype in (None, config.checkpoint_dtype)
+            and self.folds_in_verify in (None, config.folds_in_verify)
             and _within(config.max_query_len, self.most_query_len)
             and v_dim % self.block_v == 0
         )

@@ -13,8 +13,8 @@ class VerifyTile(NamedTuple):
     """Rows of V a program."""
     at_once: bool
     """The whole state is asked for before the window's inputs."""
-    registers: int
-    """Most a thread may have."""
+    programs: int
+    """How many share a multiprocessor, its registers and shared memory."""
 
 
 class PortableTile(NamedTuple):
@@ -94,4 +94,4 @@ def portable_tile(config: StateConfig, table: TileTable) -> PortableTile:
 
 
 def _tile(rule: VerifyRule) -> VerifyTile:
-    return VerifyTile(rule.block_v, rule.at_once, rule.registers)
+    return VerifyTile(rule.block_v, rule.at_once, rule.programs)

@@ -33,8 +33,8 @@ from specstate.kernels.tiles import PortableTile, Tiles, VerifyTile
 from tests.bench.test_gpu import TINY, needs_interpreter, on_cpu
 
 K3 = SHAPES["k3-8"]
-SMALL, LARGE = Candidate("hopper", 64, 1), Candidate("hopper", 128, 0)
-FOUR, EIGHT = Candidate("portable", 64, 4), Candidate("portable", 64, 8)
+SMALL, LARGE = Candidate("hopper", VerifyTile(64, True, 3)), Candidate("hopper", VerifyTile(128, False, 4))
+FOUR, EIGHT = Candidate("portable", PortableTile(64, 4)), Candidate("portable", PortableTile(64, 8))
 
 
 @pytest.fixture(autouse=True)
@@ -58,23 +58,25 @@ def hopper_times(*times: tuple[int, float, float], **changes: Any) -> list[Timin
 
 def test_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    portable = [("portable", block, warps) for block in (64, 128, 32) for warps in (4, 8)]
+    portable = [("portable", (block, warps)) for block in (64, 128, 32) for warps in (4, 8)]
     assert candidates(K3, cpu) == portable
-    assert candidates(TINY, cpu) == [("portable", 16, 4), ("portable", 16, 8)]
+    assert candidates(TINY, cpu) == [("portable", (16, 4)), ("portable", (16, 8))]
     monkeypatch.setattr(tuning, "hopper_refusal", lambda *_: None)
-    hopper = [("hopper", block, once) for block in (64, 128, 32) for once in (1, 0)]
+    hopper = [
+        ("hopper", (block, once, programs)) for block in (64, 128, 32) for once in (True, False) for programs in (3, 4)
+    ]
     assert candidates(K3, cpu) == hopper + portable
-    wide = replace(K3, spec=K3.spec.model_copy(update={"head_v_dim": 192}))
-    assert {each.block_v for each in candidates(wide, cpu) if each.path == "hopper"} == {64, 32}
+    wide = replace(K3, spec=K3.spec.model_copy(update={"head_v_dim": 192}), max_query_len=9)
+    tiles = [each.tile for each in candidates(wide, cpu) if each.path == "hopper"]
+    assert tiles == [VerifyTile(block, once, 2) for block in (64, 32) for once in (True, False)]
 
 
 def test_a_candidate_is_a_table_of_its_own(tmp_path: Path) -> None:
-    for longest, registers in ((8, 168), (16, 255)):
-        path = tmp_path / "tiles.json"
-        path.write_text(Candidate("hopper", 32, 0).table(longest).model_dump_json())
-        config = replace(K3, max_query_len=longest).config("ring")
-        assert Tiles(config, load_table(path)).all_verify == (VerifyTile(32, False, registers),)
-    assert Tiles(config, EIGHT.table(16)).portable == PortableTile(64, 8)
+    path = tmp_path / "tiles.json"
+    path.write_text(LARGE.table().model_dump_json())
+    for policy in ("ring", "deferred"):
+        assert Tiles(K3.config(policy), load_table(path)).all_verify == (LARGE.tile,)
+    assert Tiles(K3.config("ring"), EIGHT.table()).portable == PortableTile(64, 8)
 
 
 def test_pending_records_are_mixed_and_fit_the_ring() -> None:
@@ -94,8 +96,9 @@ def test_borders_lie_between_what_was_measured() -> None:
     timings = hopper_times((1, 5.0, 6.0), (8, 7.0, 8.0), (32, 20.0, 15.0), (128, 60.0, 50.0))
     small, large = verify_rules(timings)
     assert (small.head_v_dim, small.checkpoint_dtype, small.most_query_len) == (128, "float32", 8)
-    assert (small.block_v, small.at_once, small.registers, small.most_row_heads) == (64, True, 168, 192)
-    assert (large.block_v, large.at_once, large.most_row_heads) == (128, False, None)
+    assert (small.block_v, small.at_once, small.programs, small.most_row_heads) == (64, True, 3, 192)
+    assert (large.block_v, large.at_once, large.programs, large.most_row_heads) == (128, False, 4, None)
+    assert not any(rule.covers(K3.config("deferred")) for rule in (small, large))
     assert [(each.rows, each.us) for each in small.timings] == [(1, 5.0), (1, 6.0), (8, 7.0), (8, 8.0)]
     assert {each.rows for each in large.timings} == {32, 128}
 
@@ -111,7 +114,7 @@ def test_a_portable_tile_is_the_best_over_all_rows() -> None:
     times = {(8, FOUR): 10.0, (8, EIGHT): 9.0, (128, FOUR): 100.0, (128, EIGHT): 200.0}
     timings = [Timing(replace(K3, rows=rows), candidate, us) for (rows, candidate), us in times.items()]
     # Faster where it ran, but it did not run everywhere.
-    timings.append(Timing(K3, Candidate("portable", 128, 8), 1.0))
+    timings.append(Timing(K3, Candidate("portable", PortableTile(128, 8)), 1.0))
     (rule,) = portable_rules(timings)
     assert (rule.block_v, rule.num_warps, rule.most_head_k_dim, rule.head_v_dim) == (64, 4, 128, 128)
     assert len(rule.timings) == 5
@@ -173,7 +176,7 @@ def test_what_fails_costs_its_candidate_alone(tmp_path: Path, monkeypatch: pytes
     said: list[str] = []
     tuner = Tuner(on_cpu(), 60.0, said.append)
     tuner.run([K3], tmp_path)
-    assert [each.candidate[1:] for each in tuner.timings] == [(64, 4), (128, 8), (32, 4), (32, 8)]
+    assert [each.candidate.tile for each in tuner.timings] == [(64, 4), (128, 8), (32, 4), (32, 8)]
     assert tuner.notes == [
         "k3-8, portable, 64 rows of V, 8 warps: RuntimeError: out of resource",
         "k3-8, portable, 128 rows of V, 4 warps: SpecStateError: outputs differ from the first tile's by 1.0e+00",

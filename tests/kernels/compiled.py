@@ -27,28 +27,28 @@ from specstate.kernels import hopper
 from specstate.kernels import rows as at
 from specstate.kernels.arena import TorchAllocator
 from specstate.kernels.cursors import StepTensors
-from specstate.kernels.hopper_constants import PROGRAMS
+from specstate.kernels.hopper_constants import NUM_WARPS, REGISTERS, RESERVED_BYTES, SHARED_BYTES, fold_programs
 from specstate.kernels.tile_table import default_table
-from specstate.kernels.tiles import Tiles
+from specstate.kernels.tiles import Tiles, VerifyTile
 from specstate.storage import Storage
 from specstate.validation import DTYPES
 from tests.factories import make_config, make_inputs, make_params
-
-#: Of a multiprocessor of compute capability 9.0: its shared memory, what each program takes beside its own, registers.
-SHARED_BYTES, RESERVED_BYTES, REGISTERS = 228 * 1024, 1024, 65536
-THREADS = 128
 
 
 @dataclass(frozen=True)
 class Variant:
     """A kernel, as one config launches it; the changes are those to ``model_config``."""
 
-    kernel: str
-    block_v: int
-    """Rows of V a program: says which tile."""
+    tile: VerifyTile | int
+    """Of the verify; of the fold its rows of V a program."""
     changes: dict[str, Any]
-    programs: int = PROGRAMS
-    """How many must fit on a multiprocessor."""
+
+    @property
+    def programs(self) -> int:
+        """How many must fit on a multiprocessor."""
+        if isinstance(self.tile, int):
+            return fold_programs(model_config(**self.changes))
+        return self.tile.programs
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,23 @@ class Cost:
     def programs(self) -> int:
         """How many fit on a multiprocessor."""
         registers = -(-self.registers // 8) * 8  # as the hardware gives them out
-        return min(SHARED_BYTES // self.shared_bytes, REGISTERS // (registers * THREADS))
+        return min(SHARED_BYTES // self.shared_bytes, REGISTERS // (registers * 32 * NUM_WARPS))
 
+
+SMALL, LARGE, CROWDED = VerifyTile(64, True, 3), VerifyTile(128, False, 3), VerifyTile(128, False, 4)
 
 VARIANTS = {
-    "ring, no conv": Variant("verify", 128, {"conv_kernel_size": None}),
-    "ring": Variant("verify", 128, {}),
-    "deferred": Variant("verify", 128, {"fold_policy": "deferred"}),
-    "small batch": Variant("verify", 64, {}),
-    "bfloat16 checkpoints": Variant("verify", 128, {"checkpoint_dtype": "bfloat16"}),
-    "softplus gate": Variant("verify", 128, {"gate_lower_bound": None, "max_query_len": 4, "num_heads": 32}),
-    "windows of 16": Variant("verify", 128, {"max_query_len": 16}, programs=2),
-    "fold of few rows": Variant("fold", 64, {}),
-    "fold": Variant("fold", 128, {}),
+    "ring, no conv": Variant(LARGE, {"conv_kernel_size": None}),
+    "ring": Variant(LARGE, {}),
+    "deferred": Variant(LARGE, {"fold_policy": "deferred"}),
+    "small batch": Variant(SMALL, {}),
+    "bfloat16 checkpoints": Variant(LARGE, {"checkpoint_dtype": "bfloat16"}),
+    "bfloat16, four programs": Variant(CROWDED, {"checkpoint_dtype": "bfloat16"}),
+    "softplus gate": Variant(LARGE, {"gate_lower_bound": None, "max_query_len": 4, "num_heads": 32}),
+    "windows of 16": Variant(VerifyTile(128, False, 2), {"max_query_len": 16}),
+    "fold of few rows": Variant(64, {}),
+    "fold": Variant(128, {}),
+    "fold, bfloat16": Variant(128, {"checkpoint_dtype": "bfloat16"}),
 }
 
 
@@ -136,19 +140,20 @@ def compile_variant(variant: Variant) -> Any:
     """The compiled kernel that the launcher asks for."""
     config, device = model_config(**variant.changes), torch.device("cpu")
     triton.runtime.driver.set_active(Target())
-    kernel = Compiled(getattr(hopper, f"{variant.kernel}_kernel"))
-    with launcher_on_a_cpu(), mock.patch.object(hopper, f"{variant.kernel}_kernel", kernel):
+    name = "fold_kernel" if isinstance(variant.tile, int) else "verify_kernel"
+    kernel = Compiled(getattr(hopper, name))
+    with launcher_on_a_cpu(), mock.patch.object(hopper, name, kernel):
         kernels = hopper.HopperKernels(config, tuple(make_params(config)), Storage(config, device))
-        if variant.kernel == "fold":
-            assert variant.block_v in Tiles(config, default_table()).all_folds
-            kernels._launch_fold(variant.block_v, torch.zeros(1, at.PLAN_COLUMNS, dtype=torch.int32), 0, 1)
+        if isinstance(variant.tile, int):
+            assert variant.tile in Tiles(config, default_table()).all_folds
+            kernels._launch_fold(variant.tile, torch.zeros(1, at.PLAN_COLUMNS, dtype=torch.int32), 0, 1)
         else:
-            [tile] = [tile for tile in Tiles(config, default_table()).all_verify if tile.block_v == variant.block_v]
+            kernels._fixed[variant.tile] = [kernels._fixed_arguments(variant.tile, 0)]
             spec, inputs = config.layer, make_inputs(config, 1, 0)[0]
             out = torch.zeros(1, spec.num_heads, spec.head_v_dim, dtype=DTYPES[config.activation_dtype])
             window = inputs.qkv, inputs.raw_gate, inputs.raw_beta, out
             addresses = tuple(tensor.data_ptr() for tensor in window)
-            kernels._launch_verify(tile, _one_row(config), 0, window[:2], addresses, kernels.layout(*window))
+            kernels._launch_verify(variant.tile, _one_row(config), 0, window[:2], addresses, kernels.layout(*window))
     return kernel.code
 
 

@@ -16,7 +16,7 @@ from specstate.kernels import choice, hopper
 from specstate.kernels import rows as at
 from specstate.kernels.arena import TorchAllocator
 from specstate.kernels.cursors import StepTensors
-from specstate.kernels.hopper_constants import early_chunks, fold_constants, verify_constants
+from specstate.kernels.hopper_constants import fold_constants, state_buffers, verify_constants
 from specstate.kernels.portable import PortableKernels
 from specstate.kernels.supported import hopper_refusal
 from specstate.kernels.tile_table import default_table
@@ -158,12 +158,12 @@ def tiles_of(config: StateConfig) -> Tiles:
 @pytest.mark.parametrize(
     ("changes", "num_rows", "tile"),
     [
-        ({}, 8, VerifyTile(64, True, 168)),
-        ({}, 9, VerifyTile(128, False, 168)),
-        ({"num_heads": 32}, 3, VerifyTile(64, True, 168)),
-        ({"num_heads": 32}, 4, VerifyTile(128, False, 168)),
-        ({"head_v_dim": 192}, 1000, VerifyTile(64, True, 168)),
-        ({"max_query_len": 9}, 9, VerifyTile(128, False, 255)),
+        ({}, 8, VerifyTile(64, True, 3)),
+        ({}, 9, VerifyTile(128, False, 3)),
+        ({"num_heads": 32}, 3, VerifyTile(64, True, 3)),
+        ({"num_heads": 32}, 4, VerifyTile(128, False, 3)),
+        ({"head_v_dim": 192}, 1000, VerifyTile(64, True, 3)),
+        ({"max_query_len": 9}, 9, VerifyTile(128, False, 2)),
     ],
 )
 def test_the_tile_of_a_verify(changes: dict[str, int], num_rows: int, tile: VerifyTile) -> None:
@@ -183,11 +183,29 @@ def test_the_block_of_a_fold(changes: dict[str, int], blocks: tuple[int, int]) -
 
 
 def test_chunks_of_the_state_that_come_early() -> None:
-    small, large = tiles_of(model_config()).all_verify
+    tiles = VerifyTile(64, True, 3), VerifyTile(128, False, 3), VerifyTile(128, False, 4)
     deferred, narrow = model_config(fold_policy="deferred"), model_config(checkpoint_dtype="bfloat16")
-    assert [early_chunks(model_config(), tile) for tile in (small, large)] == [4, 2]
-    assert [early_chunks(deferred, tile) for tile in (small, large)] == [4, 3]
-    assert [early_chunks(narrow, tile) for tile in (small, large)] == [2, 2]
+    assert [state_buffers(model_config(), tile) for tile in tiles] == [(4, 4), (2, 4), (1, 2)]
+    assert [state_buffers(deferred, tile) for tile in tiles] == [(4, 4), (3, 3), (1, 1)]
+    assert [state_buffers(narrow, tile) for tile in tiles] == [(2, 2), (2, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({}, 8),  # 24 may be pending
+        ({"record_capacity": 24}, 0),
+        ({"record_capacity": 25}, 8),
+        ({"record_capacity": 33}, 16),
+        ({"max_query_len": 16}, 16),
+        ({"fold_policy": "eager"}, 0),
+        ({"fold_policy": "deferred"}, 0),
+        ({"fold_policy": "deferred", "record_capacity": 17}, 8),
+    ],
+)
+def test_pending_records_beside_the_newest(changes: dict[str, Any], rows: int) -> None:
+    config = model_config(**changes)
+    assert verify_constants(config, VerifyTile(64, True, 2))["SECOND"] == rows
 
 
 @pytest.mark.parametrize(("capacity", "rounded"), [(2, 4), (8, 8), (9, 16), (33, 64), (64, 64)])

@@ -33,10 +33,10 @@ def written(folder: Path, **changes: Any) -> Path:
 def test_tiles_follow_the_number_of_row_heads(table: TileTable) -> None:
     for v_dim, length, heads in product((64, 128, 192, 256), (1, 8, 9, 16), (1, 12, 32)):
         tiles = Tiles(wide_config(head_v_dim=v_dim, max_query_len=length, num_heads=heads), table)
-        registers = 168 if length <= 8 else 255
+        programs = 3 if length <= 8 else 2
         for rows in (0, 1, 2, 3, 4, 8, 9, 96, 97, 8192):
             is_small = v_dim % 128 or rows * heads * v_dim <= 96 * 128
-            wanted = VerifyTile(64, True, registers) if is_small else VerifyTile(128, False, registers)
+            wanted = VerifyTile(64, True, programs) if is_small else VerifyTile(128, False, programs)
             assert tiles.verify(rows) == wanted
             assert wanted in tiles.all_verify
         assert len(tiles.all_verify) == (1 if v_dim % 128 else 2)
@@ -59,14 +59,14 @@ def test_portable_tiles_hold_64_x_128_values(table: TileTable) -> None:
 
 
 def test_rules_that_lack_something_leave_it_to_the_default() -> None:
-    rule = {"block_v": 32, "at_once": True, "registers": 128}
+    rule = {"block_v": 32, "at_once": True, "programs": 4}
     table = TileTable.model_validate_json(
         json.dumps(EMPTY | {"verify": [rule | {"checkpoint_dtype": "bfloat16", "most_row_heads": 24}]})
     )
     narrow = Tiles(wide_config(checkpoint_dtype="bfloat16"), table)
-    assert narrow.verify(2) == VerifyTile(32, True, 128)
-    assert narrow.verify(3) == VerifyTile(64, True, 168)
-    assert Tiles(wide_config(), table).verify(1) == VerifyTile(64, True, 168)
+    assert narrow.verify(2) == VerifyTile(32, True, 4)
+    assert narrow.verify(3) == VerifyTile(64, True, 3)
+    assert Tiles(wide_config(), table).verify(1) == VerifyTile(64, True, 3)
     assert narrow.fold(17) == 128
 
 
@@ -83,8 +83,8 @@ def test_measured_choices_are_the_fastest_that_were_tried() -> None:
     for rule in timed:
         for rows in {timing.rows for timing in rule.timings}:
             assert rule.allows(rows * 12)
-            tried = {(each.block_v, each.at_once): each.us for each in rule.timings if each.rows == rows}
-            assert tried[rule.block_v, rule.at_once] == min(tried.values())
+            tried = {(each.block_v, each.at_once, each.programs): each.us for each in rule.timings if each.rows == rows}
+            assert tried[rule.block_v, rule.at_once, rule.programs] == min(tried.values())
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ def test_measured_choices_are_the_fastest_that_were_tried() -> None:
         (json.dumps(EMPTY | {"portable": [{"block_v": 48, "num_warps": 4}]}), "portable.0.block_v = 48: "),
         (json.dumps(EMPTY | {"fold": [{"block_v": 64, "most_rows": 0}]}), "fold.0.most_rows = 0: "),
         (
-            json.dumps(EMPTY | {"verify": [{"block_v": 64, "at_once": 1, "registers": 168}]}),
+            json.dumps(EMPTY | {"verify": [{"block_v": 64, "at_once": 1, "programs": 3}]}),
             "verify.0.at_once = 1: ",
         ),
         (
-            json.dumps(EMPTY | {"verify": [{"block_v": 128, "at_once": True, "registers": 168, "head_v_dim": 192}]}),
+            json.dumps(EMPTY | {"verify": [{"block_v": 128, "at_once": True, "programs": 3, "head_v_dim": 192}]}),
             "block_v = 128 must divide head_v_dim = 192",
         ),
     ],
@@ -151,14 +151,16 @@ def bytes_of_steps(manager: StateManager, device: str) -> list[bytes]:
 @pytest.mark.parametrize(
     ("policy", "checkpoint", "tiles"),
     [
-        ("ring", "float32", [(64, True), (128, False), (32, True), (64, False), (128, True)]),
-        ("deferred", "bfloat16", [(64, True), (128, False)]),
+        ("ring", "float32", [(64, True, 3), (128, False, 3), (32, True, 4), (64, False, 4), (128, True, 2)]),
+        ("ring", "bfloat16", [(64, True, 3), (128, False, 3), (128, False, 4)]),
+        ("deferred", "bfloat16", [(64, True, 3), (128, False, 3), (128, False, 4)]),
+        ("deferred", "float32", [(128, False, 3), (128, False, 4)]),
     ],
 )
 def test_bits_do_not_depend_on_the_tile(
     policy: str,
     checkpoint: str,
-    tiles: list[tuple[int, bool]],
+    tiles: list[tuple[int, bool, int]],
     tmp_path: Path,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -176,11 +178,11 @@ def test_bits_do_not_depend_on_the_tile(
         max_query_len=8,
     )
     seen = {}
-    for block_v, at_once in tiles:
-        rules = [{"block_v": block_v, "at_once": at_once, "registers": 168}]
+    for block_v, at_once, programs in tiles:
+        rules = [{"block_v": block_v, "at_once": at_once, "programs": programs}]
         path = written(tmp_path, verify=rules, fold=[{"block_v": max(block_v, 64)}])
         monkeypatch.setenv("SPECSTATE_TILES", str(path))
         manager = make_manager(config, device, backend="triton", debug=False)
-        seen[block_v, at_once] = bytes_of_steps(manager, device)
+        seen[block_v, at_once, programs] = bytes_of_steps(manager, device)
     wanted = seen[tiles[0]]
     assert [tile for tile, held in seen.items() if held != wanted] == []
