@@ -6,9 +6,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+from tests import interpreter
+
 # Triton reads this once, when it is first imported: here, before any test module or plugin of fla's can import it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    interpreter.quicken()
 
 # Matrices here are small: a second thread gains nothing, and two pools that wait for each other's cores lose much.
 torch.set_num_threads(1)

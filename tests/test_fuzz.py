@@ -34,7 +34,7 @@ from specstate import (
 from specstate.cli import error_text, main
 from specstate.replay import model, replay_file
 from specstate.trace import TraceError
-from tests.factories import POLICIES, make_config, make_inputs, make_params, make_twin, run_step, verify_all
+from tests.factories import POLICIES, amount, make_config, make_inputs, make_params, make_twin, run_step, verify_all
 from tests.test_trace import leaves, replaced
 
 TRACES = Path(__file__).parent / "traces"
@@ -54,8 +54,9 @@ BASES = [
 LIMIT_S = 20
 
 
-def examples(in_ci: int) -> settings:
-    count = int(os.environ.get("SPECSTATE_EXAMPLES", in_ci))
+def examples(whole: int) -> settings:
+    """A third of them in CI."""
+    count = int(os.environ.get("SPECSTATE_EXAMPLES", amount(whole, whole // 3)))
     return settings(max_examples=count, suppress_health_check=list(HealthCheck))
 
 
@@ -265,7 +266,7 @@ def replay(path: Path, **options: Any) -> int:
     return code
 
 
-@examples(in_ci=400)
+@examples(400)
 @given(data=damaged_traces(), partial=st.booleans(), full_shape=st.booleans())
 def test_damaged_traces_without_payloads(folder: Path, data: bytes, partial: bool, full_shape: bool) -> None:
     path = folder / "trace.jsonl"
@@ -274,7 +275,7 @@ def test_damaged_traces_without_payloads(folder: Path, data: bytes, partial: boo
 
 
 @pytest.mark.usefixtures("few_tokens")
-@examples(in_ci=60)
+@examples(60)
 @given(data=damaged_traces(), partial=st.booleans())
 def test_damaged_traces_on_the_reference(folder: Path, data: bytes, partial: bool) -> None:
     path = folder / "trace.jsonl"
@@ -354,7 +355,7 @@ def config_fields(draw: st.DrawFn) -> dict[str, Any]:
     return fields
 
 
-@examples(in_ci=300)
+@examples(300)
 @given(fields=config_fields())
 def test_configs_are_refused_or_plan(fields: dict[str, Any]) -> None:
     try:
@@ -372,7 +373,7 @@ def test_configs_are_refused_or_plan(fields: dict[str, Any]) -> None:
     assert manager is None or manager.can_admit()
 
 
-@examples(in_ci=150)
+@examples(150)
 @given(value=JSON | config_fields())
 @pytest.mark.parametrize("model", [StateConfig, KDALayerSpec, SamplingParams, StepMetadata])
 def test_any_json_in_place_of_a_model(model: Any, value: Any) -> None:
@@ -418,7 +419,7 @@ def plan_arguments(draw: st.DrawFn) -> list[str]:
     return argv
 
 
-@examples(in_ci=150)
+@examples(150)
 @given(argv=plan_arguments())
 def test_plan_arguments(argv: list[str]) -> None:
     code, said = command("plan", *argv)
@@ -455,7 +456,7 @@ def layer_params(draw: st.DrawFn) -> LayerParams:
     return LayerParams(**fields)
 
 
-@examples(in_ci=100)
+@examples(100)
 @given(params=st.lists(layer_params(), min_size=1, max_size=3), policy=st.sampled_from(POLICIES), debug=st.booleans())
 def test_parameters_are_refused_or_used(params: list[LayerParams], policy: str, debug: bool) -> None:
     """Whatever they make of a request's states, the slots are as good as new for the next one."""

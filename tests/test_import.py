@@ -41,7 +41,7 @@ def test_import_adds_no_triton_and_nothing_optional_and_touches_no_device() -> N
 
 
 def test_import_takes_under_two_seconds_beyond_torch() -> None:
-    assert min(float(str(probe(PROBE)["seconds"])) for _ in range(2)) < 2.0
+    assert any(float(str(probe(PROBE)["seconds"])) < 2.0 for _ in range(2))
 
 
 def test_every_public_name_is_there_and_adds_no_triton() -> None:

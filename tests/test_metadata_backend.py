@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from specstate import Handle, SamplingParams, SpecStateError, StateManager, StepMetadata
 from specstate.step import Step
-from tests.factories import POLICIES, make_config, make_inputs, make_manager, make_params, verify_all
+from tests.factories import POLICIES, amount, make_config, make_inputs, make_manager, make_params, verify_all
 
 NUM_LAYERS = 2
 WINDOW = 3
@@ -271,7 +271,7 @@ class Walk(RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
-TestWalk.settings = settings(max_examples=100, stateful_step_count=25)
+TestWalk.settings = settings(max_examples=amount(100, 40), stateful_step_count=25)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -27,7 +27,7 @@ from specstate.replay.model import Model
 from specstate.step import Step
 from specstate.trace import TraceError, TraceRecorder
 from specstate.trace.schema import TRACE_VERSION
-from tests.factories import make_config
+from tests.factories import amount, make_config
 
 TRACES = Path(__file__).parent / "traces"
 GOLDEN = sorted(TRACES.glob("*.jsonl"))
@@ -677,13 +677,11 @@ def test_prefixes_and_blocks_that_disagree_are_a_difference(
     ],
 )
 def test_a_trace_with_a_hole_never_crashes(tmp_path: Path, backend: Any, name: str) -> None:
-    """Any one event left out, or told twice: a report, whatever it says."""
-    count = len(golden(name).read_text().splitlines()) - 2
-    reports = [replay_file(edited(tmp_path, name, lambda e, i=i: e.pop(i)), backend=backend) for i in range(count)]
-    reports += [
-        replay_file(edited(tmp_path, name, lambda e, i=i: e.insert(i, e[i])), backend=backend) for i in range(count)
-    ]
-    assert sum(not report.ok for report in reports) > count // 2
+    """Any one event left out, or told twice: a report, whatever it says. In CI one event in three."""
+    places = range(0, len(golden(name).read_text().splitlines()) - 2, amount(1, 3))
+    reports = [replay_file(edited(tmp_path, name, lambda e, i=i: e.pop(i)), backend=backend) for i in places]
+    reports += [replay_file(edited(tmp_path, name, lambda e, i=i: e.insert(i, e[i])), backend=backend) for i in places]
+    assert sum(not report.ok for report in reports) > len(places) // 2
     assert all(report.ok == (report.first_difference is None) for report in reports)
 
 

@@ -3,14 +3,14 @@
 The mathematics is that of triton_verify; this is how it is laid out. A program takes a row, a head and BV rows of V:
 
 1. What an earlier launch can have left unfinished is not read yet: the first part of the state starts towards shared
-   memory by TMA, the newest pending records towards registers. Then the program waits for the launch before it and lets
-   the next one start; the window's inputs follow, and the rest of the state. Memory answers in the order of requests.
+   memory by TMA, then the newest pending records. The program waits for the launch before it and lets the next one
+   start; the window's inputs follow, and more of the state. Memory answers in the order of requests.
 2. Key side, a thread a channel: convolution, decays as running products of e^g <= 1, sums over channels of all pairs of
    tokens at once. Norms are applied to sums, not to vectors.
 3. Pending records, newest first, sixteen at a time: their keys are decayed as soon as they are there. C = F kp^T by
    tensor cores, each warp on its own 32 channels; then P = U C.
 4. P += S F^T, chunk by chunk as the state arrives. Its last chunks come into the memory of the pending records, once
-   those are used: so three programs fit on a multiprocessor.
+   those are used: so three or four programs fit on a multiprocessor.
 5. Forward substitution, a thread a row of V; corrections and outputs leave at once.
 
 Products on tensor cores are three tf32 products of split operands (with bfloat16 checkpoints three bfloat16 products),
@@ -198,7 +198,7 @@ def store_history(p_conv, history, channel, channel_stride, token_stride, W: gl.
 
 @gluon.jit
 def shared_scalars(values):
-    """Sixteen numbers in shared memory, to be read one by one."""
+    """Sixteen numbers in shared memory."""
     return gl.allocate_shared_memory(gl.float32, [16], FLAT, values)
 
 
@@ -635,7 +635,7 @@ def verify_kernel(
     U_LAYOUT: gl.constexpr = ROWS if FOLDS else gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     TILES: gl.constexpr = 1 if SECOND == 0 else 2
     # The older tile comes first. A product takes sixteen records: if it has eight, it is read with the newer one's
-    # first eight, which meet zeros.
+    # first eight, which meet zeros. So a view may reach beyond its block.
     s_u_blocks = gl.allocate_shared_memory(gl.float32, [(PENDING_TILE + SECOND) // 8, 8, BV], U_LAYOUT)
     s_u = ()
     s_records = ()

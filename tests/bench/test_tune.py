@@ -131,8 +131,8 @@ def test_a_run_writes_a_table(tmp_path: Path) -> None:
     report = tune([TINY], file, 600.0, said.append, on_cpu())
     # A millisecond for the first replay, one more for each that follows: 20 of 2 layers.
     assert [(each.candidate, each.us) for each in report.timings] == [
-        (("portable", 16, 4), 5250.0),
-        (("portable", 16, 8), 5250.0),
+        (("portable", (16, 4)), 5250.0),
+        (("portable", (16, 8)), 5250.0),
     ]
     assert report.notes == ()
     table = load_table(file)

@@ -53,15 +53,17 @@ def folder(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def test_draft_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.run(options()) == 0
+    (folder / "own.py").write_text("def first(x):\n    return x")
+    few: dict[str, Any] = {"prompt": str(folder / "own.py"), "max_bytes": 8}
+    assert demo.run(options(**few)) == 0
     with_ngrams = json.loads(capsys.readouterr().out)
-    assert demo.run(options(drafter="model")) == 0
+    assert demo.run(options(drafter="model", **few)) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["outputs_equal"] is True
     assert report["drafter"] == "model"
     assert 0 < report["drafter_state_bytes"] < report["state_bytes"] == with_ngrams["state_bytes"]
 
-    assert demo.run(options(drafter="model", json=False)) == 0
+    assert demo.run(options(drafter="model", json=False, **few)) == 0
     assert "drafter model" in capsys.readouterr().out
 
 

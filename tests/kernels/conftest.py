@@ -12,15 +12,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.factories import LESS
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 INTERPRETED_SHARE = 3
-"""CI, which has no GPU, interprets every third case of a test, its first one always: all of them take 9 minutes."""
+"""CI, which has no GPU, interprets every third case of a test, its first one always."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available() or not os.environ.get("CI"):
+    if not LESS:
         return
     num_seen: Counter[str] = Counter()
     for item in items:

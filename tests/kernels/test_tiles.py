@@ -151,7 +151,7 @@ def bytes_of_steps(manager: StateManager, device: str) -> list[bytes]:
 @pytest.mark.parametrize(
     ("policy", "checkpoint", "tiles"),
     [
-        ("ring", "float32", [(64, True, 3), (128, False, 3), (32, True, 4), (64, False, 4), (128, True, 2)]),
+        ("ring", "float32", [(64, True, 3), (128, False, 3), (32, True, 4), (128, False, 4), (128, True, 2)]),
         ("ring", "bfloat16", [(64, True, 3), (128, False, 3), (128, False, 4)]),
         ("deferred", "bfloat16", [(64, True, 3), (128, False, 3), (128, False, 4)]),
         ("deferred", "float32", [(128, False, 3), (128, False, 4)]),

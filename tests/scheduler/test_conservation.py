@@ -13,6 +13,7 @@ from specstate.scheduler.managed import Managed
 from specstate.scheduler.setup import Setup
 from specstate.scheduler.simulator import simulate
 from specstate.scheduler.workloads import TracedRequest
+from tests.factories import amount
 from tests.scheduler.engine import make_setup, serve
 
 LENGTHS = st.integers(1, 40)
@@ -61,7 +62,7 @@ def workloads(draw: st.DrawFn, block: int = 8) -> list[TracedRequest]:
     return requests
 
 
-@settings(max_examples=100)
+@settings(max_examples=amount(100, 40))
 @given(setups(), st.data())
 def test_every_run_ends_and_its_counts_add_up(setup: Setup, data: st.DataObject) -> None:
     requests = data.draw(workloads(setup.settings.block_size))
