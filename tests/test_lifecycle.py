@@ -29,7 +29,6 @@ from tests.factories import (
     POLICIES,
     LayerInputs,
     Twin,
-    amount,
     make_config,
     make_inputs,
     make_manager,
@@ -1067,10 +1066,10 @@ class Lifecycle(RuleBasedStateMachine):
 
 
 SETTINGS = settings(
-    max_examples=max(int(os.environ.get("SPECSTATE_EXAMPLES", amount(150, 60))) // 3, 1),
+    max_examples=max(int(os.environ.get("SPECSTATE_EXAMPLES", "150")) // 3, 1),
     stateful_step_count=int(os.environ.get("SPECSTATE_STEPS", "30")),
 )
-"""150 examples of 30 steps, 60 in CI, a third for each class; SPECSTATE_EXAMPLES and SPECSTATE_STEPS ask for more."""
+"""150 examples of 30 steps, a third for each class below; SPECSTATE_EXAMPLES and SPECSTATE_STEPS ask for more."""
 
 
 class WithoutBoundaries(Lifecycle):

@@ -949,8 +949,11 @@ def test_eager_rows_fold_all_they_have(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_four_thousand_steps_fully_accepted_stay_bounded(policy: str) -> None:
-    """Fault class 10: float32, every token of every window accepted, beside the same tokens in float64. 1000 in CI."""
-    num_blocks = amount(40, 10)
+    """Fault class 10: float32, every token of every window accepted, beside the same tokens in float64.
+
+    CI takes a thousand under two of the policies.
+    """
+    num_blocks = 40 if policy == "ring" else amount(40, 10)
     sizes = {"num_layers": 1, "num_heads": 1, "head_k_dim": 4, "head_v_dim": 3, "conv_kernel_size": None}
     managers, handles = [], []
     for dtype, longest, fold_policy in (("float32", 3, policy), ("float64", 300, "eager")):

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from specstate.kernels import hopper_constants
 from specstate.kernels.gluon_common import (
     FLAT,
     LINE,
@@ -37,10 +38,10 @@ from specstate.kernels.triton_rows import (
 #: Rows of the plan that a program looks at together.
 ROW_BLOCK = gl.constexpr(256)
 #: Rows of V that are folded together: a thread holds 8 x 4 values of them.
-STATE_BLOCK = gl.constexpr(32)
+STATE_BLOCK = gl.constexpr(hopper_constants.FOLD_BLOCK)
 STATE = gl.constexpr(gl.BlockedLayout([8, 4], [1, 32], [4, 1], [1, 0]))
 #: Blocks of a state on their way at a time.
-BUFFERS = gl.constexpr(2)
+BUFFERS = gl.constexpr(hopper_constants.FOLD_BUFFERS)
 #: Conv channels that a program takes at a time.
 CHANNELS = gl.constexpr(256)
 

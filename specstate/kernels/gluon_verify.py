@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specstate.kernels import hopper_constants
 from specstate.kernels.gluon_common import (
     FLAT,
     LINE,
@@ -65,7 +66,7 @@ from specstate.kernels.triton_rows import (
 )
 
 #: Pending records at a time, at most.
-PENDING_TILE = gl.constexpr(16)
+PENDING_TILE = gl.constexpr(hopper_constants.PENDING_TILE)
 
 #: By warp on its own 32 channels: [warps, columns of F, records].
 BY_WARP = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))

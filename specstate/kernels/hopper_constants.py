@@ -56,7 +56,7 @@ def state_buffers(config: StateConfig, tile: VerifyTile) -> StateBuffers:
 
 
 def second_tile(config: StateConfig) -> int:
-    """Pending records that have memory beside the newest PENDING_TILE."""
+    """Pending records that have memory beside the newest PENDING_TILE: all that a row can have, up to as many again."""
     most = config.record_capacity if config.folds_in_verify else config.most_pending
     return min(PENDING_TILE, max(0, -(-(most - PENDING_TILE) // 8) * 8))
 

@@ -70,7 +70,7 @@ class VerifyRule(_Frozen):
     block_v: Literal[32, 64, 128]
     """Rows of V a program."""
     at_once: bool
-    """The whole state is asked for before the window's inputs."""
+    """All of the state that has room is asked for before the window's inputs."""
     programs: Programs
     """How many share a multiprocessor, its registers and shared memory."""
     timings: tuple[VerifyTiming, ...] = ()

@@ -12,7 +12,7 @@ class VerifyTile(NamedTuple):
     block_v: int
     """Rows of V a program."""
     at_once: bool
-    """The whole state is asked for before the window's inputs."""
+    """All of the state that has room is asked for before the window's inputs."""
     programs: int
     """How many share a multiprocessor, its registers and shared memory."""
 

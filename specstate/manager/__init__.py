@@ -43,8 +43,8 @@ class StateManager(Lives, Publishing, Files, Stepping, Looking):
 
         Raises StepOrderError while a step is open or a record may be pending (it would be folded with another gate):
         ``fence("flush")`` first; and once a graph was captured, which holds the tensors it was captured with. Raises
-        SpecStateError when they do not fit the config, or on backend "metadata". Parameters of other dtypes, or with
-        another choice of biases, want a ``warmup`` before the next capture.
+        SpecStateError when they do not fit the config, or on backend "metadata". Parameters of other dtypes or
+        alignment, or with another choice of biases, want a ``warmup`` before the next capture.
         """
         if not isinstance(self._backend, TensorBackend):
             raise SpecStateError("set_params needs payloads, which backend 'metadata' does not hold")

@@ -28,7 +28,7 @@ from specstate.kernels import rows as at
 from specstate.kernels.arena import TorchAllocator
 from specstate.kernels.cursors import StepTensors
 from specstate.kernels.hopper_constants import NUM_WARPS, REGISTERS, RESERVED_BYTES, SHARED_BYTES, fold_programs
-from specstate.kernels.tile_table import default_table
+from specstate.kernels.tile_table import gpu_table
 from specstate.kernels.tiles import Tiles, VerifyTile
 from specstate.storage import Storage
 from specstate.validation import DTYPES
@@ -71,12 +71,14 @@ class Cost:
         return min(SHARED_BYTES // self.shared_bytes, REGISTERS // (registers * 32 * NUM_WARPS))
 
 
+TABLE = gpu_table("NVIDIA H200")
 SMALL, LARGE, CROWDED = VerifyTile(64, True, 3), VerifyTile(128, False, 3), VerifyTile(128, False, 4)
 
 VARIANTS = {
     "ring, no conv": Variant(LARGE, {"conv_kernel_size": None}),
     "ring": Variant(LARGE, {}),
     "deferred": Variant(LARGE, {"fold_policy": "deferred"}),
+    "deferred, bfloat16": Variant(LARGE, {"fold_policy": "deferred", "checkpoint_dtype": "bfloat16"}),
     "small batch": Variant(SMALL, {}),
     "bfloat16 checkpoints": Variant(LARGE, {"checkpoint_dtype": "bfloat16"}),
     "bfloat16, four programs": Variant(CROWDED, {"checkpoint_dtype": "bfloat16"}),
@@ -85,6 +87,7 @@ VARIANTS = {
     "fold of few rows": Variant(64, {}),
     "fold": Variant(128, {}),
     "fold, bfloat16": Variant(128, {"checkpoint_dtype": "bfloat16"}),
+    "fold of few records": Variant(128, {"fold_policy": "eager"}),
 }
 
 
@@ -145,9 +148,10 @@ def compile_variant(variant: Variant) -> Any:
     with launcher_on_a_cpu(), mock.patch.object(hopper, name, kernel):
         kernels = hopper.HopperKernels(config, tuple(make_params(config)), Storage(config, device))
         if isinstance(variant.tile, int):
-            assert variant.tile in Tiles(config, default_table()).all_folds
+            assert variant.tile in Tiles(config, TABLE).all_folds
             kernels._launch_fold(variant.tile, torch.zeros(1, at.PLAN_COLUMNS, dtype=torch.int32), 0, 1)
         else:
+            assert variant.tile in Tiles(config, TABLE).all_verify
             kernels._fixed[variant.tile] = [kernels._fixed_arguments(variant.tile, 0)]
             spec, inputs = config.layer, make_inputs(config, 1, 0)[0]
             out = torch.zeros(1, spec.num_heads, spec.head_v_dim, dtype=DTYPES[config.activation_dtype])

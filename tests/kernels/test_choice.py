@@ -3,6 +3,7 @@
 All of it is the host's, so a CPU tests it: where a kernel would be launched on a Hopper GPU, its arguments are seen.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -213,6 +214,25 @@ def test_a_fold_has_room_for_every_record(capacity: int, rounded: int) -> None:
     config = model_config(fold_policy="deferred", max_query_len=1, record_capacity=capacity)
     assert fold_constants(config, 64)["CAPACITY"] == rounded
     assert verify_constants(config, tiles_of(config).all_verify[0])["CAPACITY"] == rounded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("taps", "offset", "is_wide"), [(4, 0, True), (2, 0, True), (3, 0, False), (4, 1, False)])
+def test_taps_are_loaded_together_where_all_layers_let_them(
+    dtype: torch.dtype, taps: int, offset: int, is_wide: bool
+) -> None:
+    config = COVERED.model_copy(update={"layer": COVERED.layer.model_copy(update={"conv_kernel_size": taps})})
+    aligned, moved = (
+        torch.zeros(config.layer.conv_channels * taps + start, dtype=dtype)[start:].view(-1, taps)
+        for start in (0, offset)
+    )
+    params = [dataclasses.replace(layer, conv_weight=aligned) for layer in make_params(config)]
+    params[-1] = dataclasses.replace(params[-1], conv_weight=moved)
+    with launcher_on_a_cpu():
+        kernels = hopper.HopperKernels(config, tuple(params), Storage(config, CPU))
+        assert kernels._wide_taps is is_wide
+        kernels.bind(tuple(dataclasses.replace(layer, conv_weight=aligned) for layer in params))
+        assert kernels._wide_taps is (taps != 3)
 
 
 # -- when a launch may start before the last one has ended

@@ -33,10 +33,13 @@ PENDING = (0, 1, 7, 8, 9, 15, 16, 17, 24, 32)
 GATES = [pytest.param(None, id="softplus gate"), pytest.param(-5.0, id="bounded gate")]
 
 
+@pytest.mark.parametrize("most", [24, 32])
 @pytest.mark.parametrize("length", range(1, 17))
-def test_every_window_over_every_number_of_records(length: int, device: str) -> None:
-    config = small_config(path="hopper", max_query_len=length, record_capacity=32 + length, activation_dtype="bfloat16")
-    cases = itertools.product(PENDING, range(1, length + 1))
+def test_every_window_over_every_number_of_records(length: int, most: int, device: str) -> None:
+    config = small_config(
+        path="hopper", max_query_len=length, record_capacity=most + length, activation_dtype="bfloat16"
+    )
+    cases = itertools.product([pending for pending in PENDING if pending <= most], range(1, length + 1))
     rows = [Row(5 * i + 1, pending, query_len) for i, (pending, query_len) in enumerate(cases)]
     verify_and_check(Rig(config, rows, device))
 
@@ -50,6 +53,19 @@ def test_every_window_that_folds_records(length: int, device: str) -> None:
     cases = itertools.product(counts, sorted({1, (length + 1) // 2, length}))
     rows = [Row(5 * i + 1, pending, query_len) for i, (pending, query_len) in enumerate(cases)]
     verify_and_check(Rig(config, rows, device))
+
+
+def test_conv_weights_that_start_anywhere(device: str) -> None:
+    config = small_config(path="hopper", max_query_len=8, record_capacity=32, activation_dtype="bfloat16")
+    assert config.layer.conv_kernel_size == 4
+    moved = []
+    for layer in make_params(config, 3, device):
+        weight = layer.conv_weight
+        assert weight is not None
+        flat = torch.empty(weight.numel() + 1, dtype=weight.dtype, device=device)[1:]
+        moved.append(dataclasses.replace(layer, conv_weight=flat.view(weight.shape).copy_(weight)))
+    rows = [Row(5, 17, 8), Row(6, 0, 1), Row(14, 9, 3)]
+    verify_and_check(Rig(config, rows, device, params=moved))
 
 
 #: V, heads, gate bound, conv taps, conv bias, checkpoints, activations, policy.

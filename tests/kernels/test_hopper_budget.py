@@ -29,6 +29,7 @@ BUDGETS = {
     "ring, no conv": Budget(3160),
     "ring": Budget(3560),
     "deferred": Budget(4224),
+    "deferred, bfloat16": Budget(3936, stack_bytes=16),
     "small batch": Budget(3192),
     "bfloat16 checkpoints": Budget(2992),
     "bfloat16, four programs": Budget(3072, stack_bytes=16),
@@ -37,6 +38,7 @@ BUDGETS = {
     "fold of few rows": Budget(1328, stack_bytes=8),
     "fold": Budget(1744, stack_bytes=8),
     "fold, bfloat16": Budget(1928),
+    "fold of few records": Budget(1640),
 }
 
 

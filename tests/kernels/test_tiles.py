@@ -42,6 +42,19 @@ def test_tiles_follow_the_number_of_row_heads(table: TileTable) -> None:
         assert len(tiles.all_verify) == (1 if v_dim % 128 else 2)
 
 
+def test_narrow_checkpoints_crowd_an_h200_beyond_one_wave() -> None:
+    for length, heads in product((2, 8), (12, 32)):
+        config = wide_config(checkpoint_dtype="bfloat16", num_heads=heads, max_query_len=length, fold_policy="ring")
+        tiles = Tiles(config, gpu_table(H200))
+        for rows in (1, 8, 9, 12, 13, 33, 34, 8192):
+            crowded = rows * heads > 3 * 132
+            wanted = VerifyTile(64, True, 3) if rows * heads <= 96 else VerifyTile(128, False, 4 if crowded else 3)
+            assert tiles.verify(rows) == wanted
+    for changes in ({"fold_policy": "deferred"}, {"max_query_len": 9}):
+        tiles = Tiles(wide_config(checkpoint_dtype="bfloat16", **changes), gpu_table(H200))
+        assert {tile.programs for tile in tiles.all_verify} <= {2, 3}
+
+
 def test_folds_follow_the_rows_of_a_plan() -> None:
     tiles = Tiles(wide_config(), gpu_table(H200))
     assert [tiles.fold(rows) for rows in (1, 16, 17, 512)] == [64, 64, 128, 128]
@@ -136,7 +149,8 @@ def bytes_of_steps(manager: StateManager, device: str) -> list[bytes]:
     config = manager.config
     handles = tuple(manager.admit(name) for name in "abc")
     seen = []
-    for index, (lens, counts) in enumerate([((8, 8, 3), (8, 2, 1)), ((8, 5, 8), (8, 5, 7)), ((1, 8, 8), (1, 3, 8))]):
+    windows = [((8, 8, 3), (8, 2, 1)), ((8, 5, 8), (8, 5, 7)), ((1, 8, 8), (1, 3, 8)), ((8, 8, 8), (8, 1, 5))]
+    for index, (lens, counts) in enumerate(windows):
         step = manager.begin_step(StepMetadata(handles=handles, query_lens=lens))
         outputs = verify_all(step, make_inputs(config, sum(lens), seed=index, device=device))
         step.defer(torch.tensor(counts, device=device))
