@@ -1,6 +1,9 @@
 """Settings of every test: no GPU, no gpu and hopper tests, and Triton interpreted; hypothesis repeats itself in CI."""
 
 import os
+import sys
+from collections import Counter
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -22,6 +25,26 @@ settings.register_profile("ci", deadline=None, derandomize=True, suppress_health
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("unshrunk", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+#: Coverage's tracer makes a test half as long again. Of one with many cases it sees the first ones in each process.
+TRACED_CASES = 10
+_num_cases: Counter[str] = Counter()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    test = item.nodeid.partition("[")[0]
+    _num_cases[test] += 1
+    tracer = sys.gettrace()
+    is_off = type(tracer).__module__.startswith("coverage") and _num_cases[test] > TRACED_CASES
+    if is_off:
+        sys.settrace(None)
+    try:
+        return (yield)
+    finally:
+        if is_off:
+            sys.settrace(tracer)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
