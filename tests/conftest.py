@@ -1,7 +1,6 @@
 """Settings of every test: no GPU, no gpu and hopper tests, and Triton interpreted; hypothesis repeats itself in CI."""
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Generator
 
@@ -10,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 from tests import interpreter
+from tests.tracing import untraced
 
 # Triton reads this once, when it is first imported: here, before any test module or plugin of fla's can import it.
 if not torch.cuda.is_available():
@@ -27,7 +27,7 @@ settings.register_profile("unshrunk", settings.get_profile("ci"), phases=[Phase.
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
-#: Coverage's tracer makes a test half as long again. Of one with many cases it sees the first ones in each process.
+#: Of a test with many cases coverage sees the first ones in each process.
 TRACED_CASES = 10
 _num_cases: Counter[str] = Counter()
 
@@ -36,15 +36,8 @@ _num_cases: Counter[str] = Counter()
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     test = item.nodeid.partition("[")[0]
     _num_cases[test] += 1
-    tracer = sys.gettrace()
-    is_off = type(tracer).__module__.startswith("coverage") and _num_cases[test] > TRACED_CASES
-    if is_off:
-        sys.settrace(None)
-    try:
+    with untraced(_num_cases[test] > TRACED_CASES):
         return (yield)
-    finally:
-        if is_off:
-            sys.settrace(tracer)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

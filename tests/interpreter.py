@@ -4,9 +4,10 @@ Kernels and what they compute stay as they are. So does a Triton whose insides h
 """
 
 import inspect
-import sys
 from dataclasses import replace
 from typing import Any
+
+from tests.tracing import untraced
 
 
 def quicken() -> None:
@@ -34,21 +35,17 @@ def quicken() -> None:
 
     def launch_traced_once(self: Any, *args: Any, **kwargs: Any) -> None:
         """Coverage's tracer, which is called for each line of the interpreter too, sees a variant's first launch."""
-        tracer = sys.gettrace()
         given = {name: value for name, value in kwargs.items() if name in self.arg_names}
         arguments = inspect.signature(self.fn).bind_partial(*args, **given).arguments
         variant = repr((self.fn, [arguments.get(name) for name in self.constexprs]))
-        is_off = type(tracer).__module__.startswith("coverage") and variant in traced
+        is_known = variant in traced
         traced.add(variant)
         patched.clear()
-        if is_off:
-            sys.settrace(None)
         try:
-            launch(self, *args, **kwargs)
+            with untraced(is_known):
+                launch(self, *args, **kwargs)
         finally:
             patched.clear()
-            if is_off:
-                sys.settrace(tracer)
 
     interpreter.interpreter_builder.options = options
     interpreter._patch_lang = patch_once
