@@ -247,39 +247,74 @@ def columns_of(matrix, COUNT: gl.constexpr):
 
 @gluon.constexpr_function
 def key_step(dtype):
-    """Lines [K] in float32 that half a record in ``dtype`` takes: keys that replace records lie so far apart."""
+    """Lines [K] in float32 that half a record in ``dtype`` takes."""
     return itemsize(dtype) // 2
 
 
+#: Records whose keys are decayed together, and then lie side by side where the first of them lay.
+GROUP = gl.constexpr(8)
+
+
 @gluon.jit
-def decayed_keys(s_records, s_inv_norm, s_keys, count, bias, rate, lower_bound, BOUNDED: gl.constexpr):
+def record_factors(p_inv_norm, entry, record, factor, R: gl.constexpr):
+    """1/|k| of records, numbered from ring ``entry`` on, and what their unit decays are multiplied by: in shared
+    memory, and 0 before record 0, so that such a record adds nothing.
+    """
+    exists = record >= 0
+    norms = gl.load(p_inv_norm + wrapped(entry + gl.maximum(record, 0), R))
+    s_norms = gl.allocate_shared_memory(gl.float32, record.shape, FLAT, gl.where(exists, norms, 0.0))
+    s_factors = gl.allocate_shared_memory(gl.float32, record.shape, FLAT, gl.where(exists, factor, 0.0))
+    return s_norms, s_factors
+
+
+@gluon.jit
+def scalars(s_values, COUNT: gl.constexpr):
+    """COUNT numbers in shared memory, a power of two, as a tuple of [1], to be broadcast."""
+    EVERYWHERE: gl.constexpr = gl.BlockedLayout([1, COUNT], [32, 1], [WARPS, 1], [1, 0])
+    return columns_of(s_values._reinterpret(gl.float32, [1, COUNT], ROWS).load(EVERYWHERE), COUNT)
+
+
+@gluon.jit
+def group_keys(s_records, s_norms, s_factors, group, later, bias, rate, BOUNDED: gl.constexpr):
+    """Normalised keys of a group of records, decayed to the end of the newest: a tuple of vectors, the oldest first.
+
+    s_records [records, 2 K]; s_norms and s_factors [records] as ``record_factors`` gives them. ``later``: the gates of
+    all records behind the group, in units of log2; it returns with the group's.
+    """
+    LENGTH: gl.constexpr = s_records.shape[0]
+    s_halves = s_records._reinterpret(s_records.dtype, [2 * LENGTH, K], FLAT)
+    norms = scalars(s_norms._reinterpret(gl.float32, [LENGTH // GROUP, GROUP], FLAT).index(group), GROUP)
+    factors = scalars(s_factors._reinterpret(gl.float32, [LENGTH // GROUP, GROUP], FLAT).index(group), GROUP)
+    keys = ()
+    for i in gl.static_range(GROUP - 1, -1, -1):
+        key = s_halves.index(2 * (group * GROUP + i)).load(LINE).to(gl.float32)
+        raw = s_halves.index(2 * (group * GROUP + i) + 1).load(LINE).to(gl.float32)
+        keys = (key * (exp2(later) * norms[i]),) + keys
+        later = later + factors[i] * unit_decay(raw, bias, rate, BOUNDED)
+    return keys, later
+
+
+@gluon.jit
+def decayed_keys(s_records, s_norms, s_factors, s_keys, count, bias, rate, BOUNDED: gl.constexpr):
     """k_j e^{G_m - G_j} of the last ``count`` rows of a tile of records; the decay over all of them, [K].
 
-    s_records [records, 2 K], s_inv_norm [records]: the newest record in the last row. Keys go to lines j key_step of
-    s_keys, K columns in float32, which may be the records' own memory: each thread reads a group before any writes it.
-    In the oldest group, rows before the oldest record become zero.
+    The newest record is in the last row. Keys go to s_keys, K columns in float32, each group to the first lines of its
+    records, whose own memory that may be: each thread reads a group before any writes it. In the oldest group, rows
+    before the oldest record become zero.
 
     Gates are added and exponentiated once: a product of many decays would carry the error of each, and a state that
     decays slowly gathers those of all its folds.
     """
     STEP: gl.constexpr = key_step(s_records.dtype)
-    LENGTH: gl.constexpr = s_records.shape[0]
-    s_halves = s_records._reinterpret(s_records.dtype, [2 * LENGTH, K], FLAT)
-    s_lines = s_keys._reinterpret(gl.float32, [LENGTH * STEP, K], FLAT)
-    s_norms = s_inv_norm._reinterpret(gl.float32, [LENGTH, 1], FLAT)
+    GROUPS: gl.constexpr = s_records.shape[0] // GROUP
+    s_groups = s_keys._reinterpret(gl.float32, [GROUPS * STEP, GROUP, K], ROWS)
     later = gl.zeros([K], gl.float32, LINE)
-    for group in range((count + UNROLL - 1) // UNROLL):
-        newest = LENGTH - 1 - group * UNROLL
-        keys = ()
-        for back in gl.static_range(UNROLL):
-            key = s_halves.index(2 * (newest - back)).load(LINE).to(gl.float32)
-            raw = s_halves.index(2 * (newest - back) + 1).load(LINE).to(gl.float32)
-            exists = newest - back >= LENGTH - count
-            keys = keys + (gl.where(exists, key * (exp2(later) * s_norms.index(newest - back).load(LINE)), 0.0),)
-            later = later + gl.where(exists, log2_decay(raw, bias, rate, lower_bound, BOUNDED), 0.0)
+    for turn in range((count + GROUP - 1) // GROUP):
+        group = GROUPS - 1 - turn
+        keys, later = group_keys(s_records, s_norms, s_factors, group, later, bias, rate, BOUNDED)
         barrier()
-        for back in gl.static_range(UNROLL):
-            s_lines.index((newest - back) * STEP).store(keys[back])
+        # In one store: several into parts of one allocation would wait for each other.
+        s_groups.index(group * STEP).permute([1, 0]).store(stacked(keys, GROUP))
     return whole_exp2(later)
 
 
@@ -291,14 +326,15 @@ def folded(state, later, s_keys, key_part, s_u, u_part, count, STEP: gl.constexp
     parts ``key_part`` and ``u_part``. The one fold routine: its order of additions, oldest first, gives the bits.
     """
     LENGTH: gl.constexpr = s_u.shape[0]
-    KEY_PARTS: gl.constexpr = STEP * (K // state.shape[1])
+    KEY_PARTS: gl.constexpr = K // state.shape[1]
     U_PARTS: gl.constexpr = s_u.shape[1] // state.shape[0]
-    s_key_parts = s_keys._reinterpret(gl.float32, [LENGTH * KEY_PARTS, state.shape[1]], FLAT)
+    s_key_parts = s_keys._reinterpret(gl.float32, [LENGTH * STEP * KEY_PARTS, state.shape[1]], FLAT)
     s_u_parts = s_u._reinterpret(gl.float32, [LENGTH * U_PARTS, state.shape[0]], FLAT)
     state = state * gl.expand_dims(later, 0)
     for first in range(LENGTH - (count + UNROLL - 1) // UNROLL * UNROLL, LENGTH, UNROLL):
+        line = first + first // GROUP * (GROUP * (STEP - 1))
         for i in gl.static_range(UNROLL):
-            key = s_key_parts.index((first + i) * KEY_PARTS + key_part).load(gl.SliceLayout(0, LAYOUT))
+            key = s_key_parts.index((line + i) * KEY_PARTS + key_part).load(gl.SliceLayout(0, LAYOUT))
             u = s_u_parts.index((first + i) * U_PARTS + u_part).load(gl.SliceLayout(1, LAYOUT))
             state = state + gl.expand_dims(u, 1) * gl.expand_dims(key, 0)
     return state

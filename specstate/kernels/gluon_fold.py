@@ -17,12 +17,13 @@ from specstate.kernels.gluon_common import (
     ROWS,
     K,
     barrier,
+    decay_factor,
     decayed_keys,
     fetch_ring,
     folded,
     itemsize,
     key_step,
-    wrapped,
+    record_factors,
 )
 from specstate.kernels.triton_rows import (
     PLAN_BOUNDARY_COUNT,
@@ -80,12 +81,12 @@ def _fold_head(
     async_copy.commit_group()
     for block in gl.static_range(BUFFERS):
         _fetch_block(s_state, p_source, block, BV)
-    inv_norm = gl.load(p_inv_norm + wrapped(entry + gl.maximum(first + gl.arange(0, CAPACITY, LINE), 0), R))
-    s_inv_norm = gl.allocate_shared_memory(gl.float32, [CAPACITY], FLAT, inv_norm)
+    record = first + gl.arange(0, CAPACITY, LINE)
+    s_norms, s_factors = record_factors(p_inv_norm, entry, record, decay_factor(rate, bound, BOUNDED), R)
     async_copy.wait_group(BUFFERS)
     barrier()
 
-    later = decayed_keys(s_records, s_inv_norm, s_records, count, bias, rate, bound, BOUNDED)
+    later = decayed_keys(s_records, s_norms, s_factors, s_records, count, bias, rate, BOUNDED)
     s_later = gl.allocate_shared_memory(gl.float32, [K], FLAT, later)
     decayed = s_later.load(gl.SliceLayout(0, STATE))
     o_row = gl.arange(0, STATE_BLOCK, gl.SliceLayout(1, STATE))
@@ -131,7 +132,7 @@ def fold_kernel(
 ):
     """Columns of a table row as in triton_fold. slot_vectors: the checkpoints' slot stride in 16 bytes.
 
-    CAPACITY: a power of two, at least R and UNROLL. Grid: as many programs as may share the work.
+    CAPACITY: a power of two, at least R and GROUP. Grid: as many programs as may share the work.
     """
     heads: gl.constexpr = H * (V // BV)
     conv_blocks: gl.constexpr = (C + CHANNELS - 1) // CHANNELS

@@ -2,16 +2,19 @@
 
 The mathematics is that of triton_verify; this is how it is laid out. A program takes a row, a head and BV rows of V:
 
-1. What an earlier launch can have left unfinished is not read yet: the first part of the state starts towards shared
-   memory by TMA, then the newest pending records. The program waits for the launch before it and lets the next one
-   start; the window's inputs follow, and more of the state. Memory answers in the order of requests.
-2. Key side, a thread a channel: convolution, decays as running products of e^g <= 1, sums over channels of all pairs of
-   tokens at once. Norms are applied to sums, not to vectors.
-3. Pending records, newest first, sixteen at a time: their keys are decayed as soon as they are there. C = F kp^T by
+1. What an earlier launch can have left unfinished is not read yet: the newest pending records are asked for, then the
+   first part of the state, by TMA. The program waits for the launch before it and lets the next one start; the window's
+   inputs follow, and more of the state once those are there. Memory answers in the order of requests: what is small and
+   waited for, of this program and of others, must not stand behind what is large and comes to use later.
+2. Key side, a thread a channel: convolution, decays as running products of e^g <= 1, norms. Norms are applied to sums,
+   not to vectors.
+3. Tokens of the window in pairs, k_s e^{c_s - c_t} k_t and the like: with bounded decays by tensor cores, as F against
+   k_t e^{-c_t}; else products and sums over channels one by one.
+4. Pending records, newest first, sixteen at a time: their keys are decayed as soon as they are there. C = F kp^T by
    tensor cores, each warp on its own 32 channels; then P = U C.
-4. P += S F^T, chunk by chunk as the state arrives. Its last chunks come into the memory of the pending records, once
+5. P += S F^T, chunk by chunk as the state arrives. Its last chunks come into the memory of the pending records, once
    those are used: so three or four programs fit on a multiprocessor.
-5. Forward substitution, a thread a row of V; corrections and outputs leave at once.
+6. Forward substitution, a thread a row of V; corrections and outputs leave at once.
 
 Products on tensor cores are three tf32 products of split operands (with bfloat16 checkpoints three bfloat16 products),
 with a fresh accumulator for the large part of every 32 channels: tensor cores round towards zero as they add.
@@ -26,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from specstate.kernels import hopper_constants
 from specstate.kernels.gluon_common import (
     FLAT,
+    GROUP,
     LINE,
     LOG2_E,
     ROWS,
@@ -40,18 +44,20 @@ from specstate.kernels.gluon_common import (
     fetch_ring,
     fetch_rows,
     folded,
+    group_keys,
     itemsize,
     key_step,
     log2_decay,
     padded,
     reciprocal,
+    record_factors,
     rounded_parts,
     row_of,
+    scalars,
     shared_rows,
     stacked,
     tile_layout,
     truncated_parts,
-    unit_decay,
     whole_exp2,
     wrapped,
 )
@@ -93,12 +99,6 @@ def window_rows(longest):
 def pairs_before(token, longest):
     """Sums that earlier tokens make: each its own q k, then k k and q k with every later token."""
     return token * (2 * longest - token)
-
-
-@gluon.constexpr_function
-def pair_batches(longest):
-    """Batches of 16 that the sums of all pairs take."""
-    return (longest * longest + 15) // 16
 
 
 @gluon.jit
@@ -205,10 +205,9 @@ def shared_scalars(values):
 
 @gluon.jit
 def pair_sums(keys, queries, decays, T: gl.constexpr):
-    """Sums over channels of k_s e^{c_s - c_t} k_t and q_s e^{c_s - c_t} k_t, then 1/|k| and K^-1/2/|q|.
+    """Sums over channels of k_s e^{c_s - c_t} k_t and q_s e^{c_s - c_t} k_t, as batches of 16 in shared memory.
 
-    A tuple of batches of 16 in shared memory: for each t its q k, then k k and q k with every later s; then, from
-    ``pair_batches`` on, the norms, of key t at t, of query t at T + t.
+    For each t its q k, then k k and q k with every later s.
     """
     batches = ()
     values = ()
@@ -223,6 +222,13 @@ def pair_sums(keys, queries, decays, T: gl.constexpr):
             values = values[16:]
     if T % 4 != 0:  # T^2 sums do not fill the last batch
         batches = batches + (shared_scalars(channel_sums(padded(values, 16))),)
+    return batches
+
+
+@gluon.jit
+def vector_norms(keys, queries, T: gl.constexpr):
+    """1/|k| of key t at t, K^-1/2/|q| of query t at T + t, as batches of 16 in shared memory."""
+    batches = ()
     squares = ()
     for t in gl.static_range(T):
         squares = squares + (keys[t] * keys[t],)
@@ -239,13 +245,6 @@ def pair_sums(keys, queries, decays, T: gl.constexpr):
 
 
 @gluon.jit
-def scalars(s_values, COUNT: gl.constexpr):
-    """COUNT numbers in shared memory, a power of two, as a tuple of [1], to be broadcast."""
-    EVERYWHERE: gl.constexpr = gl.BlockedLayout([1, COUNT], [32, 1], [WARPS, 1], [1, 0])
-    return columns_of(s_values._reinterpret(gl.float32, [1, COUNT], ROWS).load(EVERYWHERE), COUNT)
-
-
-@gluon.jit
 def fetch_pending(s_records, s_u, p_key_gate, p_u, entry, count, V: gl.constexpr, R: gl.constexpr):
     """Starts copying the last of ``count`` records, those that begin at ring ``entry``, into all rows of a tile."""
     first = count - s_records.shape[0]
@@ -255,47 +254,27 @@ def fetch_pending(s_records, s_u, p_key_gate, p_u, entry, count, V: gl.constexpr
 
 @gluon.jit
 def pending_factors(p_inv_norm, entry, pending, factor, SECOND: gl.constexpr, R: gl.constexpr):
-    """Of the records of all tiles: 1/|k|, and what the unit decay is multiplied by; both are 0 before the oldest."""
-    SIZE: gl.constexpr = PENDING_TILE if SECOND == 0 else 2 * PENDING_TILE
-    o_n = gl.arange(0, SIZE, LINE)
+    """``record_factors`` of the newest records, then of the SECOND that come before them."""
+    o_n = gl.arange(0, PENDING_TILE if SECOND == 0 else 2 * PENDING_TILE, LINE)
     record = pending - PENDING_TILE + o_n
     record = gl.where(o_n < PENDING_TILE, record, record - PENDING_TILE - SECOND)
-    exists = (record >= 0) & (record < pending)
-    norms = gl.load(p_inv_norm + wrapped(entry + gl.where(exists, record, 0), R))
-    s_norms = gl.allocate_shared_memory(gl.float32, [SIZE], FLAT, gl.where(exists, norms, 0.0))
-    s_factors = gl.allocate_shared_memory(gl.float32, [SIZE], FLAT, gl.where(exists, factor, 0.0))
-    return s_norms, s_factors
-
-
-@gluon.jit
-def _eight_keys(s_records, s_norms, s_factors, START: gl.constexpr, later, bias, rate, BOUNDED: gl.constexpr):
-    """``pending_keys`` of tile rows START .. START + 7, a tuple of vectors."""
-    s_halves = s_records._reinterpret(s_records.dtype, [2 * s_records.shape[0], K], FLAT)
-    norms = scalars(s_norms.slice(START, 8), 8)
-    factors = scalars(s_factors.slice(START, 8), 8)
-    keys = ()
-    for i in gl.static_range(7, -1, -1):
-        key = s_halves.index(2 * (START + i)).load(LINE).to(gl.float32)
-        raw = s_halves.index(2 * (START + i) + 1).load(LINE).to(gl.float32)
-        keys = (key * (exp2(later) * norms[i]),) + keys
-        later = later + factors[i] * unit_decay(raw, bias, rate, BOUNDED)
-    return keys, later
+    return record_factors(p_inv_norm, entry, record, factor, R)
 
 
 @gluon.jit
 def pending_keys(s_records, s_norms, s_factors, TILE: gl.constexpr, pending, later, bias, rate, BOUNDED: gl.constexpr):
-    """Normalised keys of a tile of records, decayed to the newest one's end, [warps, 32, records]; the gates behind it.
+    """``group_keys`` of a tile of one or two groups, [warps, 32, records]; the gates behind it.
 
     s_norms and s_factors hold those of all tiles, of which this is number TILE.
     """
     RECORDS: gl.constexpr = s_records.shape[0]
     s_norm = s_norms.slice(TILE * PENDING_TILE, RECORDS)
     s_factor = s_factors.slice(TILE * PENDING_TILE, RECORDS)
-    keys, later = _eight_keys(s_records, s_norm, s_factor, RECORDS - 8, later, bias, rate, BOUNDED)
-    if RECORDS > 8:
-        older = padded((), 8)
-        if pending > TILE * PENDING_TILE + 8:
-            older, later = _eight_keys(s_records, s_norm, s_factor, 0, later, bias, rate, BOUNDED)
+    keys, later = group_keys(s_records, s_norm, s_factor, RECORDS // GROUP - 1, later, bias, rate, BOUNDED)
+    if RECORDS > GROUP:
+        older = padded((), GROUP)
+        if pending > TILE * PENDING_TILE + GROUP:
+            older, later = group_keys(s_records, s_norm, s_factor, 0, later, bias, rate, BOUNDED)
         keys = older + keys
     return gl.reshape(stacked(keys, RECORDS), [WARPS, 32, RECORDS]), later
 
@@ -322,7 +301,7 @@ def key_tile(s_records):
 
 @gluon.jit
 def key_products(s_keys, f_high, f_low, COLUMNS: gl.constexpr):
-    """C [COLUMNS, records] = F kp^T in shared memory: each warp takes its own 32 channels, then shares are added up."""
+    """F kp^T [COLUMNS, records]: each warp takes its own 32 channels, then shares are added up."""
     RECORDS: gl.constexpr = s_keys.shape[2]
     high, low = truncated_parts(s_keys.load(gl.DotOperandLayout(1, BY_WARP, 1)))
     zeros = gl.zeros([WARPS, COLUMNS, RECORDS], gl.float32, BY_WARP)
@@ -336,25 +315,49 @@ def key_products(s_keys, f_high, f_low, COLUMNS: gl.constexpr):
     c = s_warps.index(0).load(PAIRS)
     for warp in gl.static_range(1, WARPS):
         c = c + s_warps.index(warp).load(PAIRS)
-    if RECORDS == 8:
-        c = gl.reshape(gl.permute(gl.join(c, gl.zeros_like(c)), (0, 2, 1)), [COLUMNS, 16])
-    return gl.allocate_shared_memory(gl.float32, [COLUMNS, 16], gl.SwizzledSharedLayout(4, 2, 4, [1, 0]), c)
+    return c
 
 
 @gluon.jit
-def correction_products(product, s_u, s_c):
-    """product [BV, COLUMNS] + U C^T."""
+def pair_products(keys, decays, f_high, f_low, T: gl.constexpr, COLUMNS: gl.constexpr):
+    """What ``pair_sums`` gives, as products of F and k_t e^{-c_t}: for each t a row [COLUMNS] in shared memory.
+
+    For decays whose product over the window is no less than e^-64; sums with an earlier s are not to be read.
+    """
+    run = decays[0]
+    undecayed = (keys[0] * reciprocal(run),)
+    for t in gl.static_range(1, T):
+        run = run * decays[t]
+        undecayed = undecayed + (keys[t] * reciprocal(run),)
+    TOKENS: gl.constexpr = COLUMNS // 2
+    matrix = gl.reshape(stacked(padded(undecayed, TOKENS), TOKENS), [WARPS, 32, TOKENS])
+    s_keys = gl.allocate_shared_memory(gl.float32, matrix.shape, BY_WARP_CHANNEL, matrix)
+    c = key_products(s_keys, f_high, f_low, COLUMNS)
+    s_rows = gl.allocate_shared_memory(gl.float32, [TOKENS, COLUMNS], ROWS, gl.permute(c, (1, 0)))
+    s_rows = s_rows._reinterpret(gl.float32, [TOKENS, COLUMNS], FLAT)
+    rows = ()
+    for t in gl.static_range(T):
+        rows = rows + (s_rows.index(t),)
+    return rows
+
+
+@gluon.jit
+def correction_products(product, low, s_u, s_c):
+    """product [BV, COLUMNS] + U C^T; the small parts gather in ``low``."""
     c_high, c_low = rounded_parts(s_c.permute([1, 0]).load(gl.DotOperandLayout(1, PRODUCT, 1)))
     u_high, u_low = truncated_parts(s_u.permute([1, 0]).load(gl.DotOperandLayout(0, PRODUCT, 1)))
-    zeros = gl.zeros(product.shape, gl.float32, PRODUCT)
-    small = mma_v2(u_high, c_low, mma_v2(u_low, c_high, zeros, "tf32"), "tf32")
-    return product + (mma_v2(u_high, c_high, zeros, "tf32") + small)
+    low = mma_v2(u_high, c_low, mma_v2(u_low, c_high, low, "tf32"), "tf32")
+    return product + mma_v2(u_high, c_high, gl.zeros(product.shape, gl.float32, PRODUCT), "tf32"), low
 
 
 @gluon.jit
-def add_pending(product, s_keys, s_u, f_high, f_low, COLUMNS: gl.constexpr):
-    """product [BV, COLUMNS] + U (kp F^T) of a tile of records."""
-    return correction_products(product, s_u, key_products(s_keys, f_high, f_low, COLUMNS))
+def add_pending(product, low, s_keys, s_u, f_high, f_low, COLUMNS: gl.constexpr):
+    """product [BV, COLUMNS] + U (kp F^T) of a tile of records; the small parts gather in ``low``."""
+    c = key_products(s_keys, f_high, f_low, COLUMNS)
+    if s_keys.shape[2] == 8:
+        c = gl.reshape(gl.permute(gl.join(c, gl.zeros_like(c)), (0, 2, 1)), [COLUMNS, 16])
+    s_c = gl.allocate_shared_memory(gl.float32, [COLUMNS, 16], gl.SwizzledSharedLayout(4, 2, 4, [1, 0]), c)
+    return correction_products(product, low, s_u, s_c)
 
 
 @gluon.jit
@@ -390,12 +393,14 @@ def shared_parts(matrix):
 
 @gluon.jit
 def add_state16(product, low, s_state, s_f, FIRST: gl.constexpr):
-    """The same for 32 channels, from FIRST on, of a bfloat16 state, which is exact; F as ``shared_parts`` has it."""
+    """The same for channels from FIRST on of a bfloat16 state, which is exact; F as ``shared_parts`` has it."""
     B: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
-    state = s_state.load(gl.DotOperandLayout(0, PRODUCT, 2))
-    low = mma_v2(state, s_f[2].slice(FIRST, 32).load(B), low)
-    low = mma_v2(state, s_f[1].slice(FIRST, 32).load(B), low)
-    large = mma_v2(state, s_f[0].slice(FIRST, 32).load(B), gl.zeros(product.shape, gl.float32, PRODUCT))
+    large = gl.zeros(product.shape, gl.float32, PRODUCT)
+    for i in gl.static_range(s_state.shape[1] // 32):
+        state = s_state.slice(i * 32, 32, dim=1).load(gl.DotOperandLayout(0, PRODUCT, 2))
+        low = mma_v2(state, s_f[2].slice(FIRST + i * 32, 32).load(B), low)
+        low = mma_v2(state, s_f[1].slice(FIRST + i * 32, 32).load(B), low)
+        large = mma_v2(state, s_f[0].slice(FIRST + i * 32, 32).load(B), large)
     return product + large, low
 
 
@@ -459,8 +464,13 @@ def fold_chunk(s_state, s_decay, s_keys, s_u, p_chunk, chunk: gl.constexpr, coun
 
 
 @gluon.jit
-def substituted(product, values, s_strength, sums, T: gl.constexpr, COLUMNS: gl.constexpr):
-    """Corrections and outputs of a window, T vectors [BV] each, a thread a row of V. Norms are applied here."""
+def substituted(
+    product, values, s_strength, s_pairs, s_norms, T: gl.constexpr, COLUMNS: gl.constexpr, PRODUCTS: gl.constexpr
+):
+    """Corrections and outputs of a window, T vectors [BV] each, a thread a row of V. Norms are applied here.
+
+    s_pairs as ``pair_products`` or ``pair_sums`` gives them.
+    """
     s_product = gl.allocate_shared_memory(
         gl.float32, product.shape, gl.SwizzledSharedLayout(4, 32 // COLUMNS, COLUMNS // 4, [1, 0]), product
     )
@@ -468,15 +478,21 @@ def substituted(product, values, s_strength, sums, T: gl.constexpr, COLUMNS: gl.
     from_keys = p[: COLUMNS // 2]
     from_queries = p[COLUMNS // 2 :]
     strengths = scalars(s_strength, s_strength.shape[0])
-    norms = scalars(sums[pair_batches(T)], 16)
-    if T > 8:
-        norms = norms + scalars(sums[pair_batches(T) + 1], 16)
+    norms = ()
+    for batch in gl.static_range(len(s_norms)):
+        norms = norms + scalars(s_norms[batch], 16)
     corrections = ()
     outputs = ()
     pairs = ()  # a batch at a time takes few registers
     for t in gl.static_range(T):
-        for batch in gl.static_range((pairs_before(t, T) + 15) // 16, (pairs_before(t + 1, T) + 15) // 16):
-            pairs = pairs + scalars(sums[batch], 16)
+        if PRODUCTS:
+            row = scalars(s_pairs[t], COLUMNS)
+            pairs = (row[COLUMNS // 2 + t],)
+            for s in gl.static_range(t + 1, T):
+                pairs = pairs + (row[s], row[COLUMNS // 2 + s])
+        else:
+            for batch in gl.static_range((pairs_before(t, T) + 15) // 16, (pairs_before(t + 1, T) + 15) // 16):
+                pairs = pairs + scalars(s_pairs[batch], 16)
         u = strengths[t] * (values[t] - norms[t] * from_keys[0])
         normed = u * norms[t]
         corrections = corrections + (u,)
@@ -568,6 +584,7 @@ def verify_kernel(
     EARLY: gl.constexpr,
     BUFFERS: gl.constexpr,
     AT_ONCE: gl.constexpr,
+    PRODUCTS: gl.constexpr,
 ):
     """Grid: (rows + 1) x H x V / BV, in one dimension. Row num_rows stands for the tokens of no row: zero output.
 
@@ -576,8 +593,9 @@ def verify_kernel(
     [tokens, H, V]; d_state describes this layer's states as [slots, H V, K]. WIDE_TAPS: taps of a channel are aligned
     to all their bytes. FOLDS: pending records are folded into the checkpoint in the same pass, CAPACITY of them
     at most, a power of two. SECOND: 0, 8 or 16 older records that have memory beside the newest 16. EARLY: chunks of
-    the state (128 bytes of channels each) that have memory of their own; more, up to BUFFERS, come once pending records
-    are used, the rest in place of the first. AT_ONCE: the early ones are asked for before the wait.
+    the state that have memory of their own: one is asked for before the wait, the others behind the window's inputs, or
+    AT_ONCE all before the wait. More, up to BUFFERS, come once pending records are used, the rest in place of the
+    first. PRODUCTS: pairs of tokens by ``pair_products``.
     """
     v_blocks: gl.constexpr = V // BV
     v_block = gl.program_id(0) % v_blocks
@@ -613,7 +631,7 @@ def verify_kernel(
     # -- everything that is asked of memory, in the order in which it is needed
 
     STATE: gl.constexpr = d_state.dtype
-    CHUNK: gl.constexpr = 128 // itemsize(STATE)  # channels; 128 bytes, the widest swizzle
+    CHUNK: gl.constexpr = d_state.block_shape[2]  # channels
     CHUNKS: gl.constexpr = K // CHUNK
     s_arrived = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], mbarrier.MBarrierLayout())
     for c in gl.static_range(CHUNKS):
@@ -623,10 +641,7 @@ def verify_kernel(
     s_chunks = ()
     for _ in gl.static_range(EARLY):
         s_chunks = s_chunks + (gl.allocate_shared_memory(STATE, [1, BV, CHUNK], d_state.layout),)
-    FIRST: gl.constexpr = EARLY if AT_ONCE else 1
     v_row = head * V + v_block * BV
-    for c in gl.static_range(FIRST):
-        tma.async_copy_global_to_shared(d_state, [slot, v_row, c * CHUNK], s_arrived.index(c), s_chunks[c])
 
     head_row = record_row.to(gl.int64) * H + head
     p_u += head_row * (R * V) + v_block * BV
@@ -655,14 +670,19 @@ def verify_kernel(
             s_fold_u = gl.allocate_shared_memory(gl.float32, [CAPACITY, BV], ROWS)
             fetch_ring(s_fold_records, p_key_gate, entry, pending - CAPACITY, R, 2 * K)
             fetch_ring(s_fold_u, p_u, entry, pending - CAPACITY, R, V)
-            o_n = gl.maximum(pending - CAPACITY + gl.arange(0, CAPACITY, LINE), 0)
-            fold_norms = gl.load(p_inv_norm + wrapped(entry + o_n, R))
     async_copy.commit_group()
+    FIRST: gl.constexpr = EARLY if AT_ONCE else 1
+    for c in gl.static_range(FIRST):
+        tma.async_copy_global_to_shared(d_state, [slot, v_row, c * CHUNK], s_arrived.index(c), s_chunks[c])
     rate = gl.exp(gl.load(p_a_log + head).to(gl.float32)) * LOG2_E
     bias = gl.load(p_dt_bias + head * K + channel).to(gl.float32)
     bound = lower_bound * LOG2_E
     factor = decay_factor(rate, bound, BOUNDED)
     s_norms, s_factors = pending_factors(p_inv_norm, entry, pending, factor, SECOND, R)
+    if FOLDS:
+        if CAPACITY > PENDING_TILE:
+            record = pending - CAPACITY + gl.arange(0, CAPACITY, LINE)
+            s_fold_norms, s_fold_factors = record_factors(p_inv_norm, entry, record, factor, R)
     if W > 0:
         q_taps, q_bias = load_taps(p_weight, p_conv_bias, head * K, K, W, BIAS, WIDE_TAPS)
         k_taps, k_bias = load_taps(p_weight, p_conv_bias, (H + head) * K, K, W, BIAS, WIDE_TAPS)
@@ -698,8 +718,6 @@ def verify_kernel(
     s_query = fetch_rows(p_window + head * K, qkv_stride * VECTOR, last, WINDOW, K)
     s_value = fetch_rows(p_v, qkv_stride * VECTOR, last, WINDOW, BV)
     async_copy.commit_group()
-    for c in gl.static_range(FIRST, EARLY):
-        tma.async_copy_global_to_shared(d_state, [slot, v_row, c * CHUNK], s_arrived.index(c), s_chunks[c])
     o_t = gl.arange(0, WINDOW, LINE)
     o_beta = (first_token + gl.minimum(o_t, last)) * beta_stride + head
     raw_beta = load_beta(beta, o_beta, beta_is_wide != 0, ACTIVATION)
@@ -709,6 +727,9 @@ def verify_kernel(
         later = early_keys(s_records, s_norms, s_factors, pending, bias, rate, BOUNDED)
     async_copy.wait_group(0)
     barrier()
+    # Not before: what is small, of this program and of the others, would wait behind it.
+    for c in gl.static_range(FIRST, EARLY):
+        tma.async_copy_global_to_shared(d_state, [slot, v_row, c * CHUNK], s_arrived.index(c), s_chunks[c])
 
     # -- key side, a thread a channel
 
@@ -745,60 +766,62 @@ def verify_kernel(
         raw = row_of(s_gate, t).to(ACTIVATION).to(gl.float32)
         decays = decays + (exp2(log2_decay(raw, bias, rate, bound, BOUNDED)),)
     s_strength = gl.allocate_shared_memory(gl.float32, [WINDOW], FLAT, reciprocal(1.0 + exp2(-LOG2_E * raw_beta)))
-    sums = pair_sums(keys, queries, decays, T)
+    s_new_norms = vector_norms(keys, queries, T)
     if v_block == 0:
         o_new = gl.arange(0, 16, LINE)
-        key_norms = sums[pair_batches(T)].load(LINE)
-        gl.store(p_inv_norm + wrapped(newest + o_new, R), key_norms, mask=o_new < query_len)
+        gl.store(p_inv_norm + wrapped(newest + o_new, R), s_new_norms[0].load(LINE), mask=o_new < query_len)
+    if not PRODUCTS:
+        s_pairs = pair_sums(keys, queries, decays, T)
 
     # -- F = [k_t | q_t] e^{c_t}, and what is pending
 
     COLUMNS: gl.constexpr = num_columns(T)
     f = window_matrix(keys, queries, decays, T, COLUMNS)
     product = gl.zeros([BV, COLUMNS], gl.float32, PRODUCT)
+    low = gl.zeros([BV, COLUMNS], gl.float32, PRODUCT)
     if FOLDS:
         later = gl.zeros([K], gl.float32, LINE)
-    if pending > 0:
-        s_by_warp = gl.allocate_shared_memory(
-            gl.float32, [WARPS, 32, COLUMNS], BY_WARP_CHANNEL,
-            gl.reshape(stacked(f, COLUMNS), [WARPS, 32, COLUMNS]),
-        )  # fmt: skip
-        f_high, f_low = rounded_parts(s_by_warp.permute([0, 2, 1]).load(gl.DotOperandLayout(0, BY_WARP, 1)))
-        for tile in gl.static_range(TILES):
-            if pending > tile * PENDING_TILE:
-                if FOLDS:
-                    # The fold needs the records as they are, so these keys get memory of their own.
-                    decayed, later = pending_keys(
-                        s_records[tile], s_norms, s_factors, tile, pending, later, bias, rate, BOUNDED
-                    )
-                    s_keys = gl.allocate_shared_memory(gl.float32, decayed.shape, BY_WARP_CHANNEL, decayed)
-                else:
-                    s_keys = key_tile(s_records[tile])
-                product = add_pending(product, s_keys, s_u[tile], f_high, f_low, COLUMNS)
-        if R > 2 * PENDING_TILE:  # tiles that had no memory so far
-            for turn in range(TILES, (pending + PENDING_TILE - 1) // PENDING_TILE):
-                older = pending - turn * PENDING_TILE
-                barrier()
-                fetch_pending(s_records[0], s_u[0], p_key_gate, p_u, entry, older, V, R)
-                async_copy.commit_group()
-                s_older_norms, s_older_factors = pending_factors(p_inv_norm, entry, older, factor, 0, R)
-                async_copy.wait_group(0)
-                barrier()
+    by_warp = gl.reshape(stacked(f, COLUMNS), [WARPS, 32, COLUMNS])
+    s_by_warp = gl.allocate_shared_memory(gl.float32, by_warp.shape, BY_WARP_CHANNEL, by_warp)
+    f_high, f_low = rounded_parts(s_by_warp.permute([0, 2, 1]).load(gl.DotOperandLayout(0, BY_WARP, 1)))
+    if PRODUCTS:
+        s_pairs = pair_products(keys, decays, f_high, f_low, T, COLUMNS)
+    for tile in gl.static_range(TILES):
+        if pending > tile * PENDING_TILE:
+            if FOLDS:
+                # The fold needs the records as they are, so these keys get memory of their own.
                 decayed, later = pending_keys(
-                    s_records[0], s_older_norms, s_older_factors, 0, older, later, bias, rate, BOUNDED
+                    s_records[tile], s_norms, s_factors, tile, pending, later, bias, rate, BOUNDED
                 )
-                barrier()
-                s_keys = key_tile(s_records[0])
-                s_keys.store(decayed)
-                product = add_pending(product, s_keys, s_u[0], f_high, f_low, COLUMNS)
+                s_keys = gl.allocate_shared_memory(gl.float32, decayed.shape, BY_WARP_CHANNEL, decayed)
+            else:
+                s_keys = key_tile(s_records[tile])
+            product, low = add_pending(product, low, s_keys, s_u[tile], f_high, f_low, COLUMNS)
+    if R > 2 * PENDING_TILE:  # tiles that had no memory so far
+        for turn in range(TILES, (pending + PENDING_TILE - 1) // PENDING_TILE):
+            older = pending - turn * PENDING_TILE
+            barrier()
+            fetch_pending(s_records[0], s_u[0], p_key_gate, p_u, entry, older, V, R)
+            async_copy.commit_group()
+            s_older_norms, s_older_factors = pending_factors(p_inv_norm, entry, older, factor, 0, R)
+            async_copy.wait_group(0)
+            barrier()
+            decayed, later = pending_keys(
+                s_records[0], s_older_norms, s_older_factors, 0, older, later, bias, rate, BOUNDED
+            )
+            barrier()
+            s_keys = key_tile(s_records[0])
+            s_keys.store(decayed)
+            product, low = add_pending(product, low, s_keys, s_u[0], f_high, f_low, COLUMNS)
     if FOLDS:
-        if CAPACITY > PENDING_TILE:
-            s_fold_norms = gl.allocate_shared_memory(gl.float32, [CAPACITY], FLAT, fold_norms)
-        else:
+        if CAPACITY <= PENDING_TILE:
             s_fold_records = s_records[0]
             s_fold_u = s_u[0]
             s_fold_norms = s_norms
-        fold_decay = decayed_keys(s_fold_records, s_fold_norms, s_fold_records, pending, bias, rate, bound, BOUNDED)
+            s_fold_factors = s_factors
+        fold_decay = decayed_keys(
+            s_fold_records, s_fold_norms, s_fold_factors, s_fold_records, pending, bias, rate, BOUNDED
+        )
         s_decay = gl.allocate_shared_memory(gl.float32, [K], FLAT, fold_decay)
     if EARLY < BUFFERS:  # into the memory of the pending records
         barrier()
@@ -814,11 +837,10 @@ def verify_kernel(
 
     # -- the state's part, as it arrives
 
-    low = gl.zeros([BV, COLUMNS], gl.float32, PRODUCT)
     for c in gl.static_range(CHUNKS):
         mbarrier.wait(s_arrived.index(c), 0)
         s_state = s_chunks[c % BUFFERS]._reinterpret(
-            STATE, [BV, CHUNK], gl.NVMMASharedLayout(128, 8 * itemsize(STATE), 2)
+            STATE, [BV, CHUNK], gl.NVMMASharedLayout(CHUNK * itemsize(STATE), 8 * itemsize(STATE), 2)
         )
         if FOLDS:
             if pending > 0:
@@ -827,8 +849,7 @@ def verify_kernel(
         if itemsize(STATE) == 4:
             product, low = add_state32(product, low, s_state, s_f.slice(c * CHUNK, CHUNK))
         else:
-            for i in gl.static_range(CHUNK // 32):
-                product, low = add_state16(product, low, s_state.slice(i * 32, 32, dim=1), s_f, c * CHUNK + i * 32)
+            product, low = add_state16(product, low, s_state, s_f, c * CHUNK)
         if c + BUFFERS < CHUNKS:  # its buffer takes another chunk
             barrier()
             fence_async_shared()
@@ -836,7 +857,7 @@ def verify_kernel(
                 d_state, [slot, v_row, (c + BUFFERS) * CHUNK], s_arrived.index(c + BUFFERS), s_chunks[c % BUFFERS]
             )
 
-    corrections, outputs = substituted(product + low, values, s_strength, sums, T, COLUMNS)
+    corrections, outputs = substituted(product + low, values, s_strength, s_pairs, s_new_norms, T, COLUMNS, PRODUCTS)
     s_corrections = shared_rows(corrections, gl.float32)
     s_outputs = shared_rows(outputs, gl.float32)
     store_rows(p_u, s_corrections, newest, query_len, R, V)

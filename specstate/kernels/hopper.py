@@ -214,7 +214,7 @@ class HopperKernels(PortableKernels):
             layout.out_is_wide,
         )
         if compiled is None:
-            self._compiled[key] = verify_kernel[grid](*arguments, *fixed.tensors, **verify_options(tile))
+            self._compiled[key] = verify_kernel[grid](*arguments, *fixed.tensors, **verify_options(self.config, tile))
         else:
             compiled[grid](*arguments, *fixed.addresses, stream=stream)
         self._last = step, stream

@@ -9,6 +9,9 @@ from specstate.validation import DTYPES
 #: Bytes of a row of a state chunk, the widest that TMA swizzles.
 CHUNK_BYTES = 128
 
+#: Of a row of the state, at most, what is asked for before the pending records are used, unless all of it is.
+EARLY_BYTES = 256
+
 #: One thread a channel.
 NUM_WARPS = 4
 
@@ -20,22 +23,32 @@ SHARED_BYTES, RESERVED_BYTES, REGISTERS = 228 * 1024, 1024, 65536
 FOLD_BLOCK, FOLD_BUFFERS = 32, 2
 
 #: Pending records that the verify takes at a time, and what a program needs besides what is counted here.
-PENDING_TILE, SMALL_BYTES = 16, 768
+PENDING_TILE, SMALL_BYTES = 16, 256
 
 
-class StateBuffers(NamedTuple):
-    """Chunks of a program's states that find room in shared memory."""
+class Share(NamedTuple):
+    """What a program of the verify gets of a multiprocessor."""
 
+    programs: int
+    """How many there are: those of the tile, or fewer."""
     early: int
-    """From the beginning."""
-    total: int
-    """Once the pending records are used; with FOLDS no more than at first."""
+    """Chunks of the state that have memory from the beginning."""
+    chunks: int
+    """The same once the pending records are used; with FOLDS no more than at first."""
 
 
-def state_buffers(config: StateConfig, tile: VerifyTile) -> StateBuffers:
-    """As many as let ``tile.programs`` share a multiprocessor, as the kernel's stages take its memory."""
-    spec, block_v = config.layer, tile.block_v
-    item = DTYPES[config.activation_dtype].itemsize
+def share(config: StateConfig, tile: VerifyTile) -> Share:
+    """As the kernel's stages take memory: what lets ``tile.programs`` in, or fewer where none of the state has room."""
+    for programs in range(tile.programs, 1, -1):
+        divided = _divided(config, tile, programs)
+        if divided.early > 0:
+            return divided
+    return _divided(config, tile, 1)
+
+
+def _divided(config: StateConfig, tile: VerifyTile, programs: int) -> Share:
+    block_v = tile.block_v
+    spec, item = config.layer, DTYPES[config.activation_dtype].itemsize
     window = 8 if config.max_query_len <= 8 else 16
     vector = 4 * spec.head_k_dim
     pending = PENDING_TILE + second_tile(config)
@@ -46,13 +59,20 @@ def state_buffers(config: StateConfig, tile: VerifyTile) -> StateBuffers:
     is_wide = config.checkpoint_dtype == "float32"
     matrix = 2 * window * (vector if is_wide else 3 * vector // 2)  # F, or its three parts in bfloat16
     while_pending = records + max(inputs, 2 * window * vector)
-    room = SHARED_BYTES // tile.programs - RESERVED_BYTES - SMALL_BYTES
-    chunk, chunks = block_v * CHUNK_BYTES, spec.head_k_dim * DTYPES[config.checkpoint_dtype].itemsize // CHUNK_BYTES
-    early = (room - while_pending) // chunk
-    later = (room - matrix - (records if config.folds_in_verify else 0)) // chunk
-    if config.folds_in_verify:
-        early = later = min(early, later)
-    return StateBuffers(max(1, min(early, later, chunks)), max(1, min(later, chunks)))
+    pairs = 4 * window * (2 * window if pair_products(config) else window)
+    room = SHARED_BYTES // programs - RESERVED_BYTES - SMALL_BYTES - pairs
+    chunk, most = block_v * CHUNK_BYTES, spec.head_k_dim * DTYPES[config.checkpoint_dtype].itemsize // CHUNK_BYTES
+    chunks = min((room - matrix - (records if config.folds_in_verify else 0)) // chunk, most)
+    early = min((room - while_pending) // chunk, chunks)
+    if config.folds_in_verify:  # its records stay where they are
+        return Share(programs, early, early)
+    return Share(programs, early if tile.at_once else min(early, EARLY_BYTES // CHUNK_BYTES), chunks)
+
+
+def pair_products(config: StateConfig) -> bool:
+    """Pairs of tokens are compared by matrix products: where decays have a bound, and windows are worth them."""
+    bound = config.layer.gate_lower_bound
+    return bound is not None and config.max_query_len > 4 and -bound * config.max_query_len <= 64.0
 
 
 def second_tile(config: StateConfig) -> int:
@@ -62,13 +82,13 @@ def second_tile(config: StateConfig) -> int:
 
 
 def fold_capacity(config: StateConfig) -> int:
-    """Records that a fold reads: a power of two."""
-    return max(4, 1 << (config.record_capacity - 1).bit_length())
+    """Records that a fold reads: a power of two, at least those that it takes together."""
+    return max(8, 1 << (config.record_capacity - 1).bit_length())
 
 
 def verify_constants(config: StateConfig, tile: VerifyTile) -> dict[str, Any]:
     """Constants of the verify kernel; BIAS, whether the conv has one, the parameters say."""
-    spec, buffers = config.layer, state_buffers(config, tile)
+    spec, part = config.layer, share(config, tile)
     return {
         "H": spec.num_heads,
         "V": spec.head_v_dim,
@@ -80,15 +100,16 @@ def verify_constants(config: StateConfig, tile: VerifyTile) -> dict[str, Any]:
         "FOLDS": config.folds_in_verify,
         "CAPACITY": fold_capacity(config) if config.folds_in_verify else 16,  # which nothing reads then
         "SECOND": second_tile(config),
-        "EARLY": buffers.early,
-        "BUFFERS": buffers.total,
+        "EARLY": part.early,
+        "BUFFERS": part.chunks,
         "AT_ONCE": tile.at_once,
+        "PRODUCTS": pair_products(config),
     }
 
 
-def verify_options(tile: VerifyTile) -> dict[str, Any]:
+def verify_options(config: StateConfig, tile: VerifyTile) -> dict[str, Any]:
     """How the verify kernel is compiled and launched: registers come in eights, 255 at most."""
-    registers = min(255, REGISTERS // (tile.programs * 32 * NUM_WARPS) // 8 * 8)
+    registers = min(255, REGISTERS // (share(config, tile).programs * 32 * NUM_WARPS) // 8 * 8)
     return {"num_warps": NUM_WARPS, "maxnreg": registers, "launch_pdl": True}
 
 
@@ -98,7 +119,8 @@ def fold_programs(config: StateConfig) -> int:
     item, state = DTYPES[config.activation_dtype].itemsize, DTYPES[config.checkpoint_dtype].itemsize
     records = capacity * (2 * spec.head_k_dim * item + 4 * min(128, spec.head_v_dim))
     blocks = FOLD_BUFFERS * FOLD_BLOCK * spec.head_k_dim * state
-    return max(1, min(4, SHARED_BYTES // (records + blocks + SMALL_BYTES + RESERVED_BYTES)))
+    vectors = 8 * capacity + 4 * spec.head_k_dim  # norms, factors of decays, the decay over all
+    return max(1, min(4, SHARED_BYTES // (records + blocks + vectors + RESERVED_BYTES)))
 
 
 def fold_constants(config: StateConfig, block_v: int) -> dict[str, Any]:

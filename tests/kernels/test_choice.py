@@ -4,6 +4,7 @@ All of it is the host's, so a CPU tests it: where a kernel would be launched on 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,10 @@ from specstate.kernels import choice, hopper
 from specstate.kernels import rows as at
 from specstate.kernels.arena import TorchAllocator
 from specstate.kernels.cursors import StepTensors
-from specstate.kernels.hopper_constants import fold_constants, state_buffers, verify_constants
+from specstate.kernels.hopper_constants import fold_constants, share, verify_constants, verify_options
 from specstate.kernels.portable import PortableKernels
 from specstate.kernels.supported import hopper_refusal
-from specstate.kernels.tile_table import default_table
+from specstate.kernels.tile_table import default_table, gpu_table
 from specstate.kernels.tiles import Tiles, VerifyTile
 from specstate.storage import Storage
 from tests.factories import LayerInputs, make_inputs, make_params
@@ -186,9 +187,58 @@ def test_the_block_of_a_fold(changes: dict[str, int], blocks: tuple[int, int]) -
 def test_chunks_of_the_state_that_come_early() -> None:
     tiles = VerifyTile(64, True, 3), VerifyTile(128, False, 3), VerifyTile(128, False, 4)
     deferred, narrow = model_config(fold_policy="deferred"), model_config(checkpoint_dtype="bfloat16")
-    assert [state_buffers(model_config(), tile) for tile in tiles] == [(4, 4), (2, 4), (1, 2)]
-    assert [state_buffers(deferred, tile) for tile in tiles] == [(4, 4), (3, 3), (1, 1)]
-    assert [state_buffers(narrow, tile) for tile in tiles] == [(2, 2), (2, 2), (1, 2)]
+    assert [share(model_config(), tile) for tile in tiles] == [(3, 4, 4), (3, 2, 4), (4, 1, 2)]
+    assert [share(deferred, tile) for tile in tiles] == [(3, 4, 4), (3, 3, 3), (4, 1, 1)]
+    assert [share(narrow, tile) for tile in tiles] == [(3, 2, 2), (3, 2, 2), (4, 1, 2)]
+    # Windows of 2 leave room for a third chunk, which would be in the way.
+    assert share(model_config(max_query_len=2), tiles[1]) == (3, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted", "programs"),
+    [
+        ({"record_capacity": 32, "checkpoint_dtype": "bfloat16"}, 4, 4),
+        ({"record_capacity": 33, "checkpoint_dtype": "bfloat16"}, 4, 3),
+        ({"record_capacity": 33}, 3, 3),
+        ({"record_capacity": 33, "activation_dtype": "float32"}, 3, 2),
+        ({"fold_policy": "deferred", "record_capacity": 17}, 3, 2),
+        ({"fold_policy": "deferred", "record_capacity": 33}, 3, 1),
+    ],
+)
+def test_fewer_programs_where_the_records_leave_no_room(changes: dict[str, Any], wanted: int, programs: int) -> None:
+    config, tile = model_config(**changes), VerifyTile(128, False, wanted)
+    assert share(config, tile).programs == programs
+    assert verify_options(config, tile)["maxnreg"] == {4: 128, 3: 168, 2: 255, 1: 255}[programs]
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "any other"])
+@pytest.mark.parametrize("length", range(1, 17))
+def test_as_many_programs_as_a_packaged_table_says(length: int, gpu: str) -> None:
+    """With the activations of its timings, and the record capacity that a policy has if nobody says another."""
+    choices = itertools.product(("ring", "eager", "deferred"), ("float32", "bfloat16"), (128, 256), (4, None))
+    for policy, checkpoints, v_dim, taps in choices:
+        config = model_config(
+            max_query_len=length,
+            fold_policy=policy,
+            checkpoint_dtype=checkpoints,
+            head_v_dim=v_dim,
+            conv_kernel_size=taps,
+        )
+        for tile in Tiles(config, gpu_table(gpu)).all_verify:
+            part = share(config, tile)
+            assert part.programs == tile.programs, (config, tile)
+            assert 1 <= part.early <= part.chunks
+
+
+@pytest.mark.parametrize(
+    ("bound", "length", "products"),
+    [(None, 8, False), (-5.0, 4, False), (-5.0, 5, True), (-5.0, 12, True), (-5.0, 13, False), (-8.1, 8, False)],
+)
+def test_pairs_of_tokens_by_products_where_decays_have_a_bound(
+    bound: float | None, length: int, products: bool
+) -> None:
+    config = model_config(gate_lower_bound=bound, max_query_len=length)
+    assert verify_constants(config, VerifyTile(128, False, 2))["PRODUCTS"] is products
 
 
 @pytest.mark.parametrize(
@@ -209,7 +259,7 @@ def test_pending_records_beside_the_newest(changes: dict[str, Any], rows: int) -
     assert verify_constants(config, VerifyTile(64, True, 2))["SECOND"] == rows
 
 
-@pytest.mark.parametrize(("capacity", "rounded"), [(2, 4), (8, 8), (9, 16), (33, 64), (64, 64)])
+@pytest.mark.parametrize(("capacity", "rounded"), [(2, 8), (8, 8), (9, 16), (33, 64), (64, 64)])
 def test_a_fold_has_room_for_every_record(capacity: int, rounded: int) -> None:
     config = model_config(fold_policy="deferred", max_query_len=1, record_capacity=capacity)
     assert fold_constants(config, 64)["CAPACITY"] == rounded

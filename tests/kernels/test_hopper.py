@@ -44,6 +44,32 @@ def test_every_window_over_every_number_of_records(length: int, most: int, devic
     verify_and_check(Rig(config, rows, device))
 
 
+@pytest.mark.parametrize(
+    ("length", "bound"),
+    [(4, -5.0), (5, -12.8), (6, -5.0), (7, -5.0), (8, -8.0), (8, -8.1), (9, -5.0), (12, -5.0), (13, -5.0), (16, -4.0)],
+)
+@pytest.mark.parametrize("policy", ["ring", "deferred"])
+def test_every_window_of_bounded_decays(length: int, bound: float, policy: str, device: str) -> None:
+    """Pairs of tokens by products as long as decays over a window are no less than e^-64: to that bound, and behind it.
+
+    Gates at random, then at their ends: every decay is the least there is, or none, or either.
+    """
+    config = small_config(
+        path="hopper", fold_policy=policy, max_query_len=length, gate_lower_bound=bound, activation_dtype="bfloat16"
+    )
+    rows = [Row(5 * i + 1, pending, query_len) for i, (pending, query_len) in enumerate([(0, length), (3, 2), (4, 1)])]
+    generator = torch.Generator().manual_seed(length)
+    for case in ("random", "least", "none", "either"):
+        rig = Rig(config, rows, device)
+        steps = rig.begin()
+        inputs = rig.inputs(steps[1].num_tokens)[0]
+        if case != "random":
+            ends = torch.where(torch.rand(inputs.raw_gate.shape, generator=generator) < 0.5, -400.0, 400.0)
+            raw_gate = ends if case == "either" else torch.full_like(ends, 400.0 if case == "least" else -400.0)
+            inputs = dataclasses.replace(inputs, raw_gate=raw_gate.to(inputs.raw_gate))
+        check_verify(rig, rig.verify(steps, 0, inputs))
+
+
 @pytest.mark.parametrize("length", [1, 5, 8, 9, 16])
 def test_every_window_that_folds_records(length: int, device: str) -> None:
     config = small_config(

@@ -26,19 +26,19 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "ring, no conv": Budget(3160),
-    "ring": Budget(3560),
-    "deferred": Budget(4224),
-    "deferred, bfloat16": Budget(3936, stack_bytes=16),
-    "small batch": Budget(3192),
-    "bfloat16 checkpoints": Budget(2992),
-    "bfloat16, four programs": Budget(3072, stack_bytes=16),
-    "softplus gate": Budget(3040),
-    "windows of 16": Budget(6920, stack_bytes=56),
-    "fold of few rows": Budget(1328, stack_bytes=8),
-    "fold": Budget(1744, stack_bytes=8),
-    "fold, bfloat16": Budget(1928),
-    "fold of few records": Budget(1640),
+    "ring, no conv": Budget(3016),
+    "ring": Budget(3408),
+    "deferred": Budget(4112),
+    "deferred, bfloat16": Budget(3768, stack_bytes=16),
+    "small batch": Budget(3040),
+    "bfloat16 checkpoints": Budget(2848),
+    "bfloat16, four programs": Budget(2888, stack_bytes=8),
+    "softplus gate": Budget(3024),
+    "windows of 16": Budget(6824, stack_bytes=56),
+    "fold of few rows": Budget(1368, stack_bytes=8),
+    "fold": Budget(1800, stack_bytes=8),
+    "fold, bfloat16": Budget(1968),
+    "fold of few records": Budget(1688),
 }
 
 
