@@ -17,6 +17,8 @@ def main(path: str = "portable") -> int:
         config = make_config(
             path=path,
             fold_policy=policy,
+            max_query_len=6,
+            gate_lower_bound=None if policy == "eager" else -5.0,
             **widened(path, head_k_dim=24, head_v_dim=40),
             checkpoint_dtype="float32",
             activation_dtype="bfloat16" if policy == "ring" else "float32",
