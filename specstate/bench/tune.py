@@ -32,6 +32,7 @@ from specstate.bench.timer import Machine
 from specstate.bench.workload import Workload, turns
 from specstate.config import StateConfig
 from specstate.errors import SpecStateError, shown
+from specstate.kernels.hopper_constants import share
 from specstate.kernels.supported import hopper_refusal
 from specstate.kernels.tile_table import (
     VARIABLE,
@@ -234,7 +235,9 @@ def candidates(shape: BenchShape, device: torch.device) -> list[Candidate]:
     if hopper_refusal(small, Storage(small, device)) is None:
         blocks = [block for block in BLOCKS if v_dim % block == 0]
         programs = (3, 4) if shape.max_query_len <= 8 else (2,)  # a longer window's values take more registers
-        found += [Candidate("hopper", VerifyTile(*tile)) for tile in product(blocks, (True, False), programs)]
+        tiles = [VerifyTile(*tile) for tile in product(blocks, (True, False), programs)]
+        # One that leaves no room for so many programs is that of fewer.
+        found += [Candidate("hopper", tile) for tile in tiles if share(small, tile).programs == tile.programs]
     narrow = [block for block in BLOCKS if block <= v_dim] or [16]
     return found + [Candidate("portable", PortableTile(*tile)) for tile in product(narrow, WARPS)]
 

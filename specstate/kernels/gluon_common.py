@@ -16,8 +16,11 @@ K = gl.constexpr(128)
 WARPS = gl.constexpr(4)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
-#: Records that a loop takes at a time, so that their loads and gates overlap.
+#: Records that a fold adds at a time, so that their loads overlap; a part of a GROUP.
 UNROLL = gl.constexpr(4)
+
+#: Records whose keys are decayed together, and then lie side by side where the first of them lay.
+GROUP = gl.constexpr(8)
 
 #: A thread a channel, or a row of V.
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -52,7 +55,7 @@ def whole_exp2(x):
 
 @gluon.jit
 def reciprocal(x):
-    """1/x for x >= 1, one unit in the last place."""
+    """1/x where both are normal numbers, within one unit in the last place."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -247,12 +250,8 @@ def columns_of(matrix, COUNT: gl.constexpr):
 
 @gluon.constexpr_function
 def key_step(dtype):
-    """Lines [K] in float32 that half a record in ``dtype`` takes."""
+    """Lines [K] in float32 that a record in ``dtype`` takes."""
     return itemsize(dtype) // 2
-
-
-#: Records whose keys are decayed together, and then lie side by side where the first of them lay.
-GROUP = gl.constexpr(8)
 
 
 @gluon.jit
@@ -295,19 +294,19 @@ def group_keys(s_records, s_norms, s_factors, group, later, bias, rate, BOUNDED:
 
 
 @gluon.jit
-def decayed_keys(s_records, s_norms, s_factors, s_keys, count, bias, rate, BOUNDED: gl.constexpr):
+def decayed_keys(s_records, s_norms, s_factors, count, bias, rate, BOUNDED: gl.constexpr):
     """k_j e^{G_m - G_j} of the last ``count`` rows of a tile of records; the decay over all of them, [K].
 
-    The newest record is in the last row. Keys go to s_keys, K columns in float32, each group to the first lines of its
-    records, whose own memory that may be: each thread reads a group before any writes it. In the oldest group, rows
-    before the oldest record become zero.
+    The newest record is in the last row. Keys, K columns in float32, take the place of their records, each group in the
+    first lines of its own: all threads read a group before any writes it. In the oldest group, rows before the oldest
+    record become zero.
 
     Gates are added and exponentiated once: a product of many decays would carry the error of each, and a state that
     decays slowly gathers those of all its folds.
     """
     STEP: gl.constexpr = key_step(s_records.dtype)
     GROUPS: gl.constexpr = s_records.shape[0] // GROUP
-    s_groups = s_keys._reinterpret(gl.float32, [GROUPS * STEP, GROUP, K], ROWS)
+    s_groups = s_records._reinterpret(gl.float32, [GROUPS * STEP, GROUP, K], ROWS)
     later = gl.zeros([K], gl.float32, LINE)
     for turn in range((count + GROUP - 1) // GROUP):
         group = GROUPS - 1 - turn

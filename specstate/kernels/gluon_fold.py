@@ -86,7 +86,7 @@ def _fold_head(
     async_copy.wait_group(BUFFERS)
     barrier()
 
-    later = decayed_keys(s_records, s_norms, s_factors, s_records, count, bias, rate, BOUNDED)
+    later = decayed_keys(s_records, s_norms, s_factors, count, bias, rate, BOUNDED)
     s_later = gl.allocate_shared_memory(gl.float32, [K], FLAT, later)
     decayed = s_later.load(gl.SliceLayout(0, STATE))
     o_row = gl.arange(0, STATE_BLOCK, gl.SliceLayout(1, STATE))

@@ -8,16 +8,17 @@ The mathematics is that of triton_verify; this is how it is laid out. A program 
    waited for, of this program and of others, must not stand behind what is large and comes to use later.
 2. Key side, a thread a channel: convolution, decays as running products of e^g <= 1, norms. Norms are applied to sums,
    not to vectors.
-3. Tokens of the window in pairs, k_s e^{c_s - c_t} k_t and the like: with bounded decays by tensor cores, as F against
-   k_t e^{-c_t}; else products and sums over channels one by one.
+3. Tokens of the window in pairs, k_s e^{c_s - c_t} k_t and the like: where no decay over the window is below e^-64, and
+   there are more than four, by tensor cores, as F against k_t e^{-c_t}; else by products and sums over channels.
 4. Pending records, newest first, sixteen at a time: their keys are decayed as soon as they are there. C = F kp^T by
    tensor cores, each warp on its own 32 channels; then P = U C.
 5. P += S F^T, chunk by chunk as the state arrives. Its last chunks come into the memory of the pending records, once
-   those are used: so three or four programs fit on a multiprocessor.
+   those are used: so three or four programs fit on a multiprocessor, fewer with many records or wide ones.
 6. Forward substitution, a thread a row of V; corrections and outputs leave at once.
 
-Products on tensor cores are three tf32 products of split operands (with bfloat16 checkpoints three bfloat16 products),
-with a fresh accumulator for the large part of every 32 channels: tensor cores round towards zero as they add.
+Products on tensor cores are three tf32 products of split operands (with bfloat16 checkpoints three bfloat16 products).
+The large part of every four has a fresh accumulator (32 channels, of a bfloat16 state 64): tensor cores round towards
+zero as they add.
 """
 
 from triton.experimental import gluon
@@ -322,7 +323,8 @@ def key_products(s_keys, f_high, f_low, COLUMNS: gl.constexpr):
 def pair_products(keys, decays, f_high, f_low, T: gl.constexpr, COLUMNS: gl.constexpr):
     """What ``pair_sums`` gives, as products of F and k_t e^{-c_t}: for each t a row [COLUMNS] in shared memory.
 
-    For decays whose product over the window is no less than e^-64; sums with an earlier s are not to be read.
+    For decays whose product over the window is no less than e^-64, and keys below 5e10: beyond that is infinity. Sums
+    with an earlier s are not to be read.
     """
     run = decays[0]
     undecayed = (keys[0] * reciprocal(run),)
@@ -819,9 +821,7 @@ def verify_kernel(
             s_fold_u = s_u[0]
             s_fold_norms = s_norms
             s_fold_factors = s_factors
-        fold_decay = decayed_keys(
-            s_fold_records, s_fold_norms, s_fold_factors, s_fold_records, pending, bias, rate, BOUNDED
-        )
+        fold_decay = decayed_keys(s_fold_records, s_fold_norms, s_fold_factors, pending, bias, rate, BOUNDED)
         s_decay = gl.allocate_shared_memory(gl.float32, [K], FLAT, fold_decay)
     if EARLY < BUFFERS:  # into the memory of the pending records
         barrier()

@@ -88,7 +88,8 @@ class HopperKernels(PortableKernels):
         self._wide_taps = all(_has_wide_taps(each.conv_weight) for each in params)
         layers = range(self.config.num_layers)
         self._fixed = {
-            tile: [self._fixed_arguments(tile, layer) for layer in layers] for tile in self._tiles.all_verify
+            (tile, gate): [self._fixed_arguments(tile, gate, layer) for layer in layers]
+            for tile, gate in product(self._tiles.all_verify, {self._activation, torch.float32})
         }
         layer, given = self.storage.layers[0], params[0]
         dtypes = {
@@ -188,8 +189,9 @@ class HopperKernels(PortableKernels):
         device, stream = driver.active.get_current_device(), driver.active.get_current_stream(self._device_index)
         is_chained = self._last is not None and self._last[0] is step and self._last[1] == stream
         grid = ((num_rows + 1) * spec.num_heads * (spec.head_v_dim // tile.block_v), 1, 1)
-        fixed = self._fixed[tile][layer]
-        key = device, tile, layout.gate_dtype
+        gate_dtype = layout.gate_dtype
+        fixed = self._fixed[tile, gate_dtype][layer]
+        key = device, tile, gate_dtype
         compiled = self._compiled.get(key)
         # Triton's own launch looks at every argument anew, for several times what the launch itself takes. What was
         # compiled for a layer holds for all: nothing that differs from call to call is specialised on.
@@ -214,17 +216,18 @@ class HopperKernels(PortableKernels):
             layout.out_is_wide,
         )
         if compiled is None:
-            self._compiled[key] = verify_kernel[grid](*arguments, *fixed.tensors, **verify_options(self.config, tile))
+            options = verify_options(self.config, tile, gate_dtype)
+            self._compiled[key] = verify_kernel[grid](*arguments, *fixed.tensors, **options)
         else:
             compiled[grid](*arguments, *fixed.addresses, stream=stream)
         self._last = step, stream
 
-    def _fixed_arguments(self, tile: VerifyTile, layer: int) -> FixedArguments:
-        """What every verify of a layer hands to the kernel."""
+    def _fixed_arguments(self, tile: VerifyTile, gate: torch.dtype, layer: int) -> FixedArguments:
+        """What every verify of a layer hands to the kernel; ``gate``: dtype of raw gates."""
         views, params = self.storage.layers[layer], self.params[layer]
         nothing, conv = views.record_key_gate, views.conv
         given = {"BIAS": params.conv_bias is not None, "WIDE_TAPS": self._wide_taps}
-        constants = verify_constants(self.config, tile) | given
+        constants = verify_constants(self.config, tile, gate) | given
         tensors = (
             self._descriptor(layer, tile.block_v),
             views.recurrent,

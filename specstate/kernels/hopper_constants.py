@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+import torch
+
 from specstate.config import StateConfig
 from specstate.kernels.tiles import VerifyTile
 from specstate.validation import DTYPES
@@ -9,8 +11,13 @@ from specstate.validation import DTYPES
 #: Bytes of a row of a state chunk, the widest that TMA swizzles.
 CHUNK_BYTES = 128
 
-#: Of a row of the state, at most, what is asked for before the pending records are used, unless all of it is.
+#: Bytes of a state's row that are asked for before the pending records are used, at most; not with a tile that asks for
+#: all at once, nor with a fold inside, whose chunks never come later.
 EARLY_BYTES = 256
+
+#: Tokens of a window are compared by products from LEAST_COMPARED on (chosen, not measured), and up to decays of
+#: e^-MOST_LOG_DECAY over a window: k e^64 is finite in float32 for |k| up to 5e10.
+LEAST_COMPARED, MOST_LOG_DECAY = 5, 64.0
 
 #: One thread a channel.
 NUM_WARPS = 4
@@ -22,7 +29,8 @@ SHARED_BYTES, RESERVED_BYTES, REGISTERS = 228 * 1024, 1024, 65536
 #: Rows of V that a fold takes at a time, and how many times as many are on their way.
 FOLD_BLOCK, FOLD_BUFFERS = 32, 2
 
-#: Pending records that the verify takes at a time, and what a program needs besides what is counted here.
+#: Pending records that the verify takes at a time, and what a program needs besides what is counted here while it needs
+#: most: norms, decays and strengths are not all there then.
 PENDING_TILE, SMALL_BYTES = 16, 256
 
 
@@ -37,29 +45,33 @@ class Share(NamedTuple):
     """The same once the pending records are used; with FOLDS no more than at first."""
 
 
-def share(config: StateConfig, tile: VerifyTile) -> Share:
-    """As the kernel's stages take memory: what lets ``tile.programs`` in, or fewer where none of the state has room."""
+def share(config: StateConfig, tile: VerifyTile, gate: torch.dtype | None = None) -> Share:
+    """As the kernel's stages take memory: what lets ``tile.programs`` in, or fewer where none of the state has room.
+
+    ``gate``: dtype of raw gates, the activations' if left out.
+    """
+    activation = DTYPES[config.activation_dtype]
     for programs in range(tile.programs, 1, -1):
-        divided = _divided(config, tile, programs)
+        divided = _divided(config, tile, gate or activation, programs)
         if divided.early > 0:
             return divided
-    return _divided(config, tile, 1)
+    return _divided(config, tile, gate or activation, 1)
 
 
-def _divided(config: StateConfig, tile: VerifyTile, programs: int) -> Share:
-    block_v = tile.block_v
-    spec, item = config.layer, DTYPES[config.activation_dtype].itemsize
+def _divided(config: StateConfig, tile: VerifyTile, gate: torch.dtype, programs: int) -> Share:
+    spec, block_v, item = config.layer, tile.block_v, DTYPES[config.activation_dtype].itemsize
     window = 8 if config.max_query_len <= 8 else 16
     vector = 4 * spec.head_k_dim
     pending = PENDING_TILE + second_tile(config)
     if config.folds_in_verify and fold_capacity(config) > PENDING_TILE:
         pending += fold_capacity(config)  # as they are, for the fold
     records = pending * (2 * spec.head_k_dim * item + 4 * block_v)
-    inputs = window * (3 * spec.head_k_dim + block_v + (spec.head_k_dim if spec.conv_kernel_size else 0)) * item
+    keys = 3 * spec.head_k_dim if spec.conv_kernel_size else 2 * spec.head_k_dim  # k, q, k behind the conv
+    inputs = window * ((keys + block_v) * item + spec.head_k_dim * gate.itemsize)
     is_wide = config.checkpoint_dtype == "float32"
     matrix = 2 * window * (vector if is_wide else 3 * vector // 2)  # F, or its three parts in bfloat16
     while_pending = records + max(inputs, 2 * window * vector)
-    pairs = 4 * window * (2 * window if pair_products(config) else window)
+    pairs = 4 * window * (2 * window if compares_by_products(config) else window)
     room = SHARED_BYTES // programs - RESERVED_BYTES - SMALL_BYTES - pairs
     chunk, most = block_v * CHUNK_BYTES, spec.head_k_dim * DTYPES[config.checkpoint_dtype].itemsize // CHUNK_BYTES
     chunks = min((room - matrix - (records if config.folds_in_verify else 0)) // chunk, most)
@@ -69,10 +81,10 @@ def _divided(config: StateConfig, tile: VerifyTile, programs: int) -> Share:
     return Share(programs, early if tile.at_once else min(early, EARLY_BYTES // CHUNK_BYTES), chunks)
 
 
-def pair_products(config: StateConfig) -> bool:
-    """Pairs of tokens are compared by matrix products: where decays have a bound, and windows are worth them."""
-    bound = config.layer.gate_lower_bound
-    return bound is not None and config.max_query_len > 4 and -bound * config.max_query_len <= 64.0
+def compares_by_products(config: StateConfig) -> bool:
+    """Tokens of a window are compared by matrix products: where decays have a bound, and windows are worth them."""
+    length, bound = config.max_query_len, config.layer.gate_lower_bound
+    return bound is not None and length >= LEAST_COMPARED and -bound * length <= MOST_LOG_DECAY
 
 
 def second_tile(config: StateConfig) -> int:
@@ -86,9 +98,9 @@ def fold_capacity(config: StateConfig) -> int:
     return max(8, 1 << (config.record_capacity - 1).bit_length())
 
 
-def verify_constants(config: StateConfig, tile: VerifyTile) -> dict[str, Any]:
-    """Constants of the verify kernel; BIAS, whether the conv has one, the parameters say."""
-    spec, part = config.layer, share(config, tile)
+def verify_constants(config: StateConfig, tile: VerifyTile, gate: torch.dtype | None = None) -> dict[str, Any]:
+    """Constants of the verify kernel; BIAS and WIDE_TAPS are not among them, since the parameters say those."""
+    spec, part = config.layer, share(config, tile, gate)
     return {
         "H": spec.num_heads,
         "V": spec.head_v_dim,
@@ -103,13 +115,13 @@ def verify_constants(config: StateConfig, tile: VerifyTile) -> dict[str, Any]:
         "EARLY": part.early,
         "BUFFERS": part.chunks,
         "AT_ONCE": tile.at_once,
-        "PRODUCTS": pair_products(config),
+        "PRODUCTS": compares_by_products(config),
     }
 
 
-def verify_options(config: StateConfig, tile: VerifyTile) -> dict[str, Any]:
+def verify_options(config: StateConfig, tile: VerifyTile, gate: torch.dtype | None = None) -> dict[str, Any]:
     """How the verify kernel is compiled and launched: registers come in eights, 255 at most."""
-    registers = min(255, REGISTERS // (share(config, tile).programs * 32 * NUM_WARPS) // 8 * 8)
+    registers = min(255, REGISTERS // (share(config, tile, gate).programs * 32 * NUM_WARPS) // 8 * 8)
     return {"num_warps": NUM_WARPS, "maxnreg": registers, "launch_pdl": True}
 
 

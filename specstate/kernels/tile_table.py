@@ -72,7 +72,7 @@ class VerifyRule(_Frozen):
     at_once: bool
     """All of the state that has room is asked for before the window's inputs."""
     programs: Programs
-    """How many share a multiprocessor, its registers and shared memory."""
+    """How many share a multiprocessor, its registers and shared memory; fewer where the records leave no room."""
     timings: tuple[VerifyTiming, ...] = ()
 
     @model_validator(mode="after")

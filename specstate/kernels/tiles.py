@@ -14,7 +14,7 @@ class VerifyTile(NamedTuple):
     at_once: bool
     """All of the state that has room is asked for before the window's inputs."""
     programs: int
-    """How many share a multiprocessor, its registers and shared memory."""
+    """How many share a multiprocessor, its registers and shared memory; fewer where the records leave no room."""
 
 
 class PortableTile(NamedTuple):

@@ -27,7 +27,14 @@ from specstate.kernels import hopper
 from specstate.kernels import rows as at
 from specstate.kernels.arena import TorchAllocator
 from specstate.kernels.cursors import StepTensors
-from specstate.kernels.hopper_constants import NUM_WARPS, REGISTERS, RESERVED_BYTES, SHARED_BYTES, fold_programs
+from specstate.kernels.hopper_constants import (
+    NUM_WARPS,
+    REGISTERS,
+    RESERVED_BYTES,
+    SHARED_BYTES,
+    fold_programs,
+    share,
+)
 from specstate.kernels.tile_table import gpu_table
 from specstate.kernels.tiles import Tiles, VerifyTile
 from specstate.storage import Storage
@@ -42,13 +49,15 @@ class Variant:
     tile: VerifyTile | int
     """Of the verify; of the fold its rows of V a program."""
     changes: dict[str, Any]
+    gate: torch.dtype | None = None
+    """Of raw gates, the activations' if left out."""
 
     @property
     def programs(self) -> int:
         """How many must fit on a multiprocessor."""
         if isinstance(self.tile, int):
             return fold_programs(model_config(**self.changes))
-        return self.tile.programs
+        return share(model_config(**self.changes), self.tile, self.gate).programs
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,7 @@ VARIANTS = {
     "ring, no conv": Variant(LARGE, {"conv_kernel_size": None}),
     "ring": Variant(LARGE, {}),
     "deferred": Variant(LARGE, {"fold_policy": "deferred"}),
+    "deferred, wide gate": Variant(LARGE, {"fold_policy": "deferred"}, gate=torch.float32),
     "deferred, bfloat16": Variant(LARGE, {"fold_policy": "deferred", "checkpoint_dtype": "bfloat16"}),
     "small batch": Variant(SMALL, {}),
     "bfloat16 checkpoints": Variant(LARGE, {"checkpoint_dtype": "bfloat16"}),
@@ -152,10 +162,11 @@ def compile_variant(variant: Variant) -> Any:
             kernels._launch_fold(variant.tile, torch.zeros(1, at.PLAN_COLUMNS, dtype=torch.int32), 0, 1)
         else:
             assert variant.tile in Tiles(config, TABLE).all_verify
-            kernels._fixed[variant.tile] = [kernels._fixed_arguments(variant.tile, 0)]
+            gate = variant.gate or DTYPES[config.activation_dtype]
+            kernels._fixed[variant.tile, gate] = [kernels._fixed_arguments(variant.tile, gate, 0)]
             spec, inputs = config.layer, make_inputs(config, 1, 0)[0]
             out = torch.zeros(1, spec.num_heads, spec.head_v_dim, dtype=DTYPES[config.activation_dtype])
-            window = inputs.qkv, inputs.raw_gate, inputs.raw_beta, out
+            window = inputs.qkv, inputs.raw_gate.to(gate), inputs.raw_beta, out
             addresses = tuple(tensor.data_ptr() for tensor in window)
             kernels._launch_verify(variant.tile, _one_row(config), 0, window[:2], addresses, kernels.layout(*window))
     return kernel.code

@@ -48,8 +48,11 @@ def test_every_window_over_every_number_of_records(length: int, most: int, devic
     ("length", "bound"),
     [(4, -5.0), (5, -12.8), (6, -5.0), (7, -5.0), (8, -8.0), (8, -8.1), (9, -5.0), (12, -5.0), (13, -5.0), (16, -4.0)],
 )
+@pytest.mark.parametrize(("heads", "v_dim"), [(12, 64), (36, 128)], ids=["64 rows of V at once", "128 rows of V"])
 @pytest.mark.parametrize("policy", ["ring", "deferred"])
-def test_every_window_of_bounded_decays(length: int, bound: float, policy: str, device: str) -> None:
+def test_every_window_of_bounded_decays(
+    length: int, bound: float, policy: str, heads: int, v_dim: int, device: str
+) -> None:
     """Pairs of tokens by products as long as decays over a window are no less than e^-64: to that bound, and behind it.
 
     Gates at random, then at their ends: every decay is the least there is, or none, or either. Under the least, nearly
@@ -58,7 +61,8 @@ def test_every_window_of_bounded_decays(length: int, bound: float, policy: str, 
     """
     config = small_config(
         path="hopper",
-        num_heads=12,
+        num_heads=heads,
+        head_v_dim=v_dim,
         fold_policy=policy,
         max_query_len=length,
         gate_lower_bound=bound,
@@ -77,12 +81,18 @@ def test_every_window_of_bounded_decays(length: int, bound: float, policy: str, 
         check_verify(rig, rig.verify(steps, 0, inputs))
 
 
-@pytest.mark.parametrize("length", [1, 5, 8, 9, 16])
-def test_every_window_that_folds_records(length: int, device: str) -> None:
+@pytest.mark.parametrize(("length", "capacity"), [(1, 2), (5, 10), (8, 16), (9, 18), (16, 32), (4, 20), (4, 36)])
+def test_every_window_that_folds_records(length: int, capacity: int, device: str) -> None:
+    """With more pending than a window, too: the kernel takes what it is given."""
     config = small_config(
-        path="hopper", fold_policy="deferred", max_query_len=length, activation_dtype="bfloat16", conv_kernel_size=4
+        path="hopper",
+        fold_policy="deferred",
+        max_query_len=length,
+        record_capacity=capacity,
+        activation_dtype="bfloat16",
+        conv_kernel_size=4,
     )
-    counts = [pending for pending in PENDING if pending <= length]
+    counts = [pending for pending in PENDING if pending <= capacity - length]
     cases = itertools.product(counts, sorted({1, (length + 1) // 2, length}))
     rows = [Row(5 * i + 1, pending, query_len) for i, (pending, query_len) in enumerate(cases)]
     verify_and_check(Rig(config, rows, device))

@@ -29,6 +29,7 @@ BUDGETS = {
     "ring, no conv": Budget(3016),
     "ring": Budget(3408),
     "deferred": Budget(4112),
+    "deferred, wide gate": Budget(4184),
     "deferred, bfloat16": Budget(3768, stack_bytes=16),
     "small batch": Budget(3040),
     "bfloat16 checkpoints": Budget(2848),

@@ -162,6 +162,7 @@ def bytes_of_steps(manager: StateManager, device: str) -> list[bytes]:
 
 
 @pytest.mark.hopper
+@pytest.mark.parametrize("bound", [None, -5.0], ids=["softplus gate", "bounded gate"])
 @pytest.mark.parametrize(
     ("policy", "checkpoint", "tiles"),
     [
@@ -175,6 +176,7 @@ def test_bits_do_not_depend_on_the_tile(
     policy: str,
     checkpoint: str,
     tiles: list[tuple[int, bool, int]],
+    bound: float | None,
     tmp_path: Path,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -190,6 +192,7 @@ def test_bits_do_not_depend_on_the_tile(
         head_k_dim=128,
         head_v_dim=128,
         max_query_len=8,
+        gate_lower_bound=bound,
     )
     seen = {}
     for block_v, at_once, programs in tiles:
