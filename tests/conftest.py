@@ -28,7 +28,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 #: Of a test with many cases coverage sees the first ones in each process.
-TRACED_CASES = 4
+TRACED_CASES = 6
 _num_cases: Counter[str] = Counter()
 
 

@@ -223,12 +223,15 @@ def mean_work(config: StateConfig, rows: int, rates: Sequence[float] = CONDITION
     if config.folds_in_verify:
         return full._replace(pending=rows * mean, verify_folds=rows)
     timing = FoldTiming(config)
+    moves = {
+        held: [(timing.of(held, count).left, share) for count, share in chances.items()]
+        for held in range(config.record_capacity + 1)
+    }
     pending = {0: 1.0}
     for _ in range(64 * (config.record_capacity // window + 1)):  # mixes within a few folds
         after: dict[int, float] = {}
         for held, chance in pending.items():
-            for count, share in chances.items():
-                left = timing.of(held, count).left
+            for left, share in moves[held]:
                 after[left] = after.get(left, 0.0) + 0.5 * chance * share
             after[held] = after.get(held, 0.0) + 0.5 * chance  # lazy: the same limit, also where all counts are alike
         pending = after
