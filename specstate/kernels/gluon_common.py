@@ -8,6 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from specstate.kernels import hopper_constants
+
 #: Waits for all threads of a program; triton 3.7 has given it another name.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
@@ -20,7 +22,7 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 UNROLL = gl.constexpr(4)
 
 #: Records whose keys are decayed together, and then lie side by side where the first of them lay.
-GROUP = gl.constexpr(8)
+GROUP = gl.constexpr(hopper_constants.KEY_GROUP)
 
 #: A thread a channel, or a row of V.
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))

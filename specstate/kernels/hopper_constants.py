@@ -26,6 +26,9 @@ NUM_WARPS = 4
 #: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", 9.0.
 SHARED_BYTES, RESERVED_BYTES, REGISTERS = 228 * 1024, 1024, 65536
 
+#: Records whose keys are decayed together.
+KEY_GROUP = 8
+
 #: Rows of V that a fold takes at a time, and how many times as many are on their way.
 FOLD_BLOCK, FOLD_BUFFERS = 32, 2
 
@@ -50,12 +53,12 @@ def share(config: StateConfig, tile: VerifyTile, gate: torch.dtype | None = None
 
     ``gate``: dtype of raw gates, the activations' if left out.
     """
-    activation = DTYPES[config.activation_dtype]
+    gate = gate or DTYPES[config.activation_dtype]
     for programs in range(tile.programs, 1, -1):
-        divided = _divided(config, tile, gate or activation, programs)
+        divided = _divided(config, tile, gate, programs)
         if divided.early > 0:
             return divided
-    return _divided(config, tile, gate or activation, 1)
+    return _divided(config, tile, gate, 1)
 
 
 def _divided(config: StateConfig, tile: VerifyTile, gate: torch.dtype, programs: int) -> Share:
@@ -90,12 +93,12 @@ def compares_by_products(config: StateConfig) -> bool:
 def second_tile(config: StateConfig) -> int:
     """Pending records that have memory beside the newest PENDING_TILE: all that a row can have, up to as many again."""
     most = config.record_capacity if config.folds_in_verify else config.most_pending
-    return min(PENDING_TILE, max(0, -(-(most - PENDING_TILE) // 8) * 8))
+    return min(PENDING_TILE, max(0, -(-(most - PENDING_TILE) // KEY_GROUP) * KEY_GROUP))
 
 
 def fold_capacity(config: StateConfig) -> int:
     """Records that a fold reads: a power of two, at least those that it takes together."""
-    return max(8, 1 << (config.record_capacity - 1).bit_length())
+    return max(KEY_GROUP, 1 << (config.record_capacity - 1).bit_length())
 
 
 def verify_constants(config: StateConfig, tile: VerifyTile, gate: torch.dtype | None = None) -> dict[str, Any]:

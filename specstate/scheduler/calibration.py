@@ -223,24 +223,23 @@ def mean_work(config: StateConfig, rows: int, rates: Sequence[float] = CONDITION
     if config.folds_in_verify:
         return full._replace(pending=rows * mean, verify_folds=rows)
     timing = FoldTiming(config)
-    moves = {
-        held: [(timing.of(held, count).left, share) for count, share in chances.items()]
+    steps = {
+        held: [(timing.of(held, count), share) for count, share in chances.items()]
         for held in range(config.record_capacity + 1)
     }
     pending = {0: 1.0}
     for _ in range(64 * (config.record_capacity // window + 1)):  # mixes within a few folds
         after: dict[int, float] = {}
         for held, chance in pending.items():
-            for left, share in moves[held]:
-                after[left] = after.get(left, 0.0) + 0.5 * chance * share
+            for step, share in steps[held]:
+                after[step.left] = after.get(step.left, 0.0) + 0.5 * chance * share
             after[held] = after.get(held, 0.0) + 0.5 * chance  # lazy: the same limit, also where all counts are alike
         pending = after
     folds = folded = 0.0
     for held, chance in pending.items():
-        for count, share in chances.items():
-            at_end = timing.of(held, count).at_end
-            folds += chance * share * (at_end > 0)
-            folded += chance * share * at_end
+        for step, share in steps[held]:
+            folds += chance * share * (step.at_end > 0)
+            folded += chance * share * step.at_end
     mean_pending = sum(held * chance for held, chance in pending.items())
     return full._replace(pending=rows * mean_pending, end_folds=rows * folds, folded=rows * folded)
 

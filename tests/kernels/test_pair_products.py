@@ -97,10 +97,8 @@ def exact_pairs(window: Window) -> torch.Tensor:
         decayed = key[:, :, t]
         for s in range(t, length):
             decayed = decayed if s == t else decayed * decay[:, :, s]
-            pairs[:, :, s, t], pairs[:, :, length + s, t] = (
-                (key[:, :, s] * decayed).sum(-1),
-                (query[:, :, s] * decayed).sum(-1),
-            )
+            pairs[:, :, s, t] = (key[:, :, s] * decayed).sum(-1)
+            pairs[:, :, length + s, t] = (query[:, :, s] * decayed).sum(-1)
     return pairs
 
 
